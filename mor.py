@@ -1,0 +1,586 @@
+"""Mixture-of-Recursions (MoR): a Transformer that spends more layers on some tokens than on others.
+
+The middle layers of a MoR are one shared block that is applied 1 to N times. A small router, trained along
+with everything else, decides token by token how often. So parameters are saved (one block instead of N), compute
+is saved (a token that has left is never looked at again), and so is the KV cache (no layer, no entry).
+
+    depth 3                   *         *        the same block a third time, for one third of the tokens
+    depth 2             *     *         *        the same block again, for those that its router keeps
+    depth 1       *     *     *    *    *        the shared block, for every token
+    first layer   *     *     *    *    *
+                  A    dog   that  ,   barks     after its depth a token waits for the last layer and the head
+
+Paper: arXiv 2507.10524 ("MoR"; equation numbers below are its own). Where this file departs from the paper or from
+the authors' released code, a comment that begins with DIFFERS: gives the reason.
+
+Read it from top to bottom: 1 configuration, 2 the ordinary Transformer, 3 which tokens attend to which, 4 who goes
+deeper (the two routers), 5 the whole model, 6 generation, 7 what it costs. train.py and sample.py run it.
+
+Letters in shape comments: B rows in the batch, T tokens in a row, N tokens in flight (of any rows, N <= B*T), S the
+longest row among them, C width of the residual stream (n_embd), H query heads, G key/value heads, D width of a head,
+V vocabulary. A token is one row of an (N, C) matrix; which sequence it belongs to matters to attention alone.
+Depth counts 1..n_rec in words, outputs and logs; code loops over r = 0..n_rec-1.
+"""
+import math
+from dataclasses import dataclass, field, fields
+from typing import Literal, get_args, get_origin
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+# ---------------------------------------------------------------------------------------------------------------
+# 1. Configuration
+
+@dataclass
+class MoRConfig:
+    """Shape of a model; impossible combinations raise ValueError. The comment behind a field is its --help text."""
+    vocab_size: int = 50304  # token ids the embedding knows
+    block_size: int = 2048  # longest row of tokens
+    n_layer: int = 32  # depth of the plain Transformer that this model stands in for
+    n_head: int = 15  # query heads
+    n_kv_head: int = 5  # key/value heads, each shared by n_head / n_kv_head query heads
+    n_embd: int = 960  # width of the residual stream
+    n_ff: int = 2560  # width inside the MLP
+    n_rec: int = 3  # recursions: how often the shared block can be applied; 1 is a plain Transformer
+    sharing: Literal["middle_cycle", "cycle", "middle_sequence", "sequence"] = "middle_cycle"  # which layers share
+    router: Literal["expert", "token", "none"] = "expert"  # who decides the depth; none: every token takes them all
+    cache: Literal["recursion", "shared"] = "recursion"  # keys and values per recursion, or those of the first for all
+    router_arch: Literal["linear", "mlp", "random"] = "linear"  # what scores a token; random: the paper's baseline
+    gate: Literal["paper", "sigmoid", "tanh", "softmax"] = "paper"  # paper: sigmoid for expert, softmax for token
+    alpha: float = -1.0  # scale of the gate; -1: the paper's, 0.1 for expert and 1.0 for token
+    sampling: Literal["aux_loss", "aux_router"] = "aux_loss"  # expert: what learns to predict the top-k causally
+    aux_coef: float = 0.001  # expert: weight of that prediction's loss
+    balance: Literal["loss", "loss_free"] = "loss"  # token: how depths are kept in balance
+    balance_coef: float = 0.1  # token: weight of the balance loss
+    balance_rate: float = 0.001  # token: step of the loss-free bias
+    z_coef: float = -1.0  # weight of the z-loss on router logits; -1: the paper's, 0 for expert and 1e-5 for token
+
+    def __post_init__(self):
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if get_origin(f.type) is Literal and value not in get_args(f.type):
+                raise ValueError(f"{f.name}={value!r} is unknown: choose from {', '.join(get_args(f.type))}")
+            if f.type is int and value < 1:
+                raise ValueError(f"{f.name}={value} must be at least 1")
+            if f.type is float and (not math.isfinite(value) or value < 0 and value != f.default):
+                raise ValueError(f"{f.name}={value} must be a number that is not negative")
+        if self.n_embd % self.n_head or (self.n_embd // self.n_head) % 2:
+            raise ValueError(f"n_embd={self.n_embd} must be an even multiple of n_head={self.n_head}")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}")
+        if self.n_layer <= self.n_unshared:
+            raise ValueError(f"n_layer={self.n_layer} leaves no layer to share: sharing={self.sharing} needs at least 3")
+        if self.routed and not self.sharing.endswith("cycle"):
+            raise ValueError(f"sharing={self.sharing} has no block to repeat for router={self.router}: choose "
+                             "cycle or middle_cycle, or router=none")
+        if self.routed and self.gate not in ("paper", "sigmoid", {"expert": "tanh", "token": "softmax"}[self.router]):
+            raise ValueError(f"gate={self.gate} does not fit router={self.router}: choose paper or sigmoid, or tanh "
+                             "for expert, or softmax for token")
+        if self.router_arch == "random" and (self.router == "token" or self.sampling == "aux_router"):
+            raise ValueError("router_arch=random needs router=expert and sampling=aux_loss: there is nothing to learn")
+
+    @property
+    def routed(self):
+        """Whether there is anything to decide."""
+        return self.n_rec > 1 and self.router != "none"
+
+    @property
+    def n_unshared(self):
+        """Layers outside the shared block: the first and the last one in the middle_ maps."""
+        return 2 if self.sharing.startswith("middle") else 0
+
+    @property
+    def n_shared(self):
+        """Layers in the shared block. Where n_rec does not divide the depth, layers are added, as in the paper.
+        DIFFERS: the released code drops layers there unless told otherwise."""
+        return math.ceil((self.n_layer - self.n_unshared) / self.n_rec)
+
+    @property
+    def effective_depth(self):
+        """Layers that a token of depth n_rec passes through."""
+        return self.n_unshared + self.n_rec * self.n_shared
+
+    @property
+    def head_dim(self):
+        return self.n_embd // self.n_head
+
+    def capacity(self, T, warm=1.0):
+        """How many tokens of a row of T expert-choice keeps at each recursion: (n_rec - r) / n_rec of them.
+
+        warm in [0, 1] is the progress of the capacity warm-up, which starts at T everywhere and comes down on a
+        cosine in steps of T/16, so that compiled code meets few sizes (the paper tried it; off by default).
+        """
+        k = [max(1, (self.n_rec - r) * T // self.n_rec) for r in range(self.n_rec)]
+        if warm < 1:
+            step, slack = max(1, T // 16), 0.5 * (1 + math.cos(math.pi * warm))
+            k = [min(T, kr + math.ceil((T - kr) * slack / step) * step) for kr in k]
+        return tuple(k)
+
+
+# Sizes of the paper's Table 6, and one for a laptop.
+PRESETS = {
+    "tiny": dict(vocab_size=257, block_size=256, n_layer=8, n_head=6, n_kv_head=2, n_embd=192, n_ff=512),
+    "135m": dict(n_layer=30, n_head=9, n_kv_head=3, n_embd=576, n_ff=1536),
+    "360m": dict(n_layer=32, n_head=15, n_kv_head=5, n_embd=960, n_ff=2560),
+    "730m": dict(n_layer=26, n_head=24, n_kv_head=8, n_embd=1536, n_ff=4096),
+    "1.7b": dict(n_layer=24, n_head=32, n_kv_head=32, n_embd=2048, n_ff=8192),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# 2. The ordinary Transformer (Llama as in SmolLM: RMSNorm, rotary positions, grouped queries, SwiGLU, no biases)
+
+def at_least_float32(x):
+    """Router scores, softmax and losses are never computed in half precision (and stay float64 in float64)."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def rope_table(T, D, dtype, device, theta=10000.0):
+    """cos and sin of position times frequency, (T, D/2) each: pair i turns by theta^(-2i/D) per position."""
+    freq = theta ** (-torch.arange(0, D, 2, device=device, dtype=dtype) / D)                 # (D/2,)
+    angle = torch.arange(T, device=device, dtype=dtype)[:, None] * freq                      # (T, D/2)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, rope):
+    """Turn each pair (i, i + D/2) of x (N, H, D) by its token's angle; rope is cos and sin, (N, 1, D/2) each."""
+    (a, b), (cos, sin) = x.chunk(2, dim=-1), rope
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.heads = config.n_head, config.n_kv_head, config.head_dim
+        H, G, D = self.heads
+        self.q_proj = nn.Linear(config.n_embd, H * D, bias=False)
+        self.kv_proj = nn.Linear(config.n_embd, 2 * G * D, bias=False)   # keys, then values: never one without the other
+        self.o_proj = nn.Linear(H * D, config.n_embd, bias=False)
+
+    def forward(self, x, rows, layer):
+        H, G, D = self.heads
+        q = rotate(self.q_proj(x).view(-1, H, D), rows.rope)                                 # (N, H, D)
+        k = v = None
+        if rows.writes(layer):
+            k, v = self.kv_proj(x).view(-1, 2, G, D).unbind(1)                               # (N, G, D) each
+            k = rotate(k, rows.rope)
+        return self.o_proj(rows.attend(layer, q, k, v).flatten(1))                           # (N, C)
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate_up_proj = nn.Linear(config.n_embd, 2 * config.n_ff, bias=False)
+        self.down_proj = nn.Linear(config.n_ff, config.n_embd, bias=False)
+
+    def forward(self, x):
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """One layer. It sees N tokens (N, C) of any rows; `rows` knows how they attend, `layer` names its keys/values."""
+    def __init__(self, config):
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(config.n_embd, eps=1e-5)
+        self.attn = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.n_embd, eps=1e-5)
+        self.mlp = MLP(config)
+
+    def forward(self, x, rows, layer):
+        x = x + self.attn(self.attn_norm(x), rows, layer)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# 3. Which tokens attend to which
+
+class Rows:
+    """Where N tokens stand: B rows of T positions, of which each row may hold any number of these tokens.
+
+    One rule serves everything: a query sees exactly the keys it is handed whose position is not after its own.
+    The two KV caches of the paper (section 2.2.2) differ in which keys are handed over:
+
+        cache         who writes keys and values          what a query at depth r sees
+        recursion     every token, at every depth it      the tokens that went as deep as r
+                      reaches
+        shared        every token, at depth 1 only        every token; nothing is projected at depth 2 and beyond
+
+    Tokens are in row order and in position order within a row, so that `is_causal` is that rule and no mask is needed.
+
+    flat (N,): row * T + position of each token. S: tokens in every row, or None where rows hold different numbers.
+    """
+    def __init__(self, B, T, table, store, flat, S=None):
+        self.B, self.T, self.table, self.store, self.flat, self.S, self.slot = B, T, table, store, flat, S, None
+        self.rope = [t[flat % T].unsqueeze(1) for t in table]                                # (N, 1, D/2) each
+        if S is None:   # each row's tokens first, padding behind them, where no real query sees it
+            count = torch.bincount(flat // T, minlength=B)                                   # (B,)
+            rank = torch.arange(len(flat), device=flat.device) - (count.cumsum(0) - count)[flat // T]
+            self.S = int(count.max())
+            self.slot = flat // T * self.S + rank                                            # (N,)
+
+    def take(self, chosen, S=None):
+        """The rows of a subset of these tokens; chosen (N',) holds ascending indices into them."""
+        return Rows(self.B, self.T, self.table, self.store, self.flat[chosen], S)
+
+    def writes(self, layer):
+        """Whether this layer's keys and values are still to be made. Shared: only the first time that it is applied."""
+        return self.store is None or layer not in self.store
+
+    def attend(self, layer, q, k, v):
+        """Attention of q (N, H, D) to k, v (N, G, D), or to what the layer stored (None); returns (N, H, D)."""
+        if k is None:   # fewer queries than keys: put them back on the grid of all T positions
+            slot, S, (k, v) = self.flat, self.T, self.store[layer]
+        else:
+            slot, S = self.slot, self.S
+            k, v = self.spread(k, slot, S), self.spread(v, slot, S)                          # (B, G, S, D) each
+            if self.store is not None:
+                self.store[layer] = k, v
+        y = F.scaled_dot_product_attention(self.spread(q, slot, S), k, v, is_causal=True, enable_gqa=True)
+        y = y.transpose(1, 2).flatten(0, 1)                                                  # (B*S, H, D)
+        return y if slot is None else y.index_select(0, slot)
+
+    def spread(self, x, slot, S):
+        """Tokens (N, H, D) to the rows that attention works on (B, H, S, D)."""
+        if slot is not None:
+            x = x.new_zeros(self.B * S, *x.shape[1:]).index_copy(0, slot, x)
+        return x.view(self.B, S, *x.shape[1:]).transpose(1, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# 4. Who goes deeper: two routers
+#
+# A router takes h (N, C), all tokens after the first layer, and `recursion(x, rows, r)`, the shared block as a
+# function, and returns the tokens as they enter the last layer. Expert-choice: each recursion chooses its tokens.
+# Token-choice: each token chooses its depth. In both, a token that has left is not computed again.
+
+@dataclass
+class Routing:
+    """How a forward pass is to route (first four) and what came of it. All tensors but the losses are detached."""
+    causal: bool  # by threshold, as in generation; else by top-k over the row, as in training
+    max_depth: int  # tokens still there after this many recursions leave
+    threshold: float  # expert-choice, causal: a token goes on while sigmoid(logit) is above
+    k: tuple  # expert-choice, not causal: how many tokens of a row each recursion keeps
+    depth: torch.Tensor = None  # (B, T) recursions each token took, 1..n_rec
+    logits: torch.Tensor = None  # (B, T, n_rec) raw router logits, NaN where a token was not asked
+    losses: dict = field(default_factory=dict)  # unweighted scalars: lm; expert: aux, z; token: balance, z
+    # share of the tokens at each depth (load, (n_rec,)), mean_depth, share of the positions of a row that no row of
+    # the batch sent to the last recursion (dead); the routers describe the others
+    health: dict = field(default_factory=dict)
+
+
+class Score(nn.Module):
+    """Router logits of each token, (N, C) -> (N, n_out), read off the raw residual stream, at least in float32.
+
+    DIFFERS: the released code compares alpha * sigmoid(z) in bfloat16, where high scores tie and ties fall at random.
+    """
+    def __init__(self, config, n_out):
+        super().__init__()
+        C, mlp = config.n_embd, config.router_arch == "mlp"
+        self.layers = nn.ModuleList([nn.Linear(C, 2 * C, bias=False)] if mlp else [])
+        self.layers.append(nn.Linear(2 * C if mlp else C, n_out, bias=False))
+
+    def forward(self, x):
+        x = at_least_float32(x)
+        with torch.autocast(x.device.type, enabled=False):
+            for i, layer in enumerate(self.layers):
+                x = F.linear(F.gelu(x) if i else x, layer.weight.to(x.dtype))
+        return x
+
+
+def among(chosen, S, x, rows, f):
+    """Run f(x, rows) on the chosen tokens only; the others come back as they are.
+
+    chosen (N',) holds ascending indices into x (N, C); S as in Rows. What f is given is compact, and if f in turn
+    calls `among`, it picks from those survivors: nothing is ever gathered from the full batch again.
+    """
+    if len(chosen) == len(x):
+        return f(x, rows)
+    if len(chosen) == 0:
+        return x
+    return x.index_copy(0, chosen, f(x.index_select(0, chosen), rows.take(chosen, S)))
+
+
+class ExpertRouter(nn.Module):
+    """Expert-choice: at each recursion a router of its own keeps the best of the tokens that are still there.
+
+    Training keeps the k best of a row, which takes a look at the whole row, the future included. Generation cannot,
+    so there a token goes on while sigmoid(z) > threshold, and an auxiliary loss teaches z to foretell the top-k
+    (sampling=aux_router leaves z alone and has a second router learn it). The first recursion takes every token.
+    Health: agreement (n_rec,), how often the threshold would have decided as the top-k did, among those asked.
+    """
+    def __init__(self, config):
+        super().__init__()
+        n, self.random, aux = config.n_rec, config.router_arch == "random", config.sampling == "aux_router"
+        self.gate = torch.tanh if config.gate == "tanh" else torch.sigmoid
+        self.alpha = 0.1 if config.alpha < 0 else config.alpha
+        self.coef = {"aux": config.aux_coef, "z": max(config.z_coef, 0.0)}
+        self.score = nn.ModuleList(Score(config, 1) for _ in range(0 if self.random else n))
+        self.aux_score = nn.ModuleList(Score(config, 1) for _ in range(n if aux else 0))
+
+    def forward(self, h, rows, recursion, routing, r=0):
+        if r == routing.max_depth:
+            return h
+        z = noise(rows, r, routing, self.training) if self.random else self.score[r](h).squeeze(1)      # (N,)
+        guess = self.aux_score[r](h.detach()).squeeze(1) if self.aux_score else z                       # (N,)
+        chosen, S = self.choose(z, guess, rows, routing, r)                                             # (N',)
+        routing.logits[rows.flat, r] = z.detach()
+        routing.depth[rows.flat[chosen]] = r + 1
+        gate = torch.ones_like(z) if self.random else self.gate(z)                                      # (N,)
+
+        def go(x, rows):
+            # MoR Eq 2.1. The block's own residuals are inside: what is added is not only its change of x.
+            x = x + (self.alpha * gate[chosen]).unsqueeze(1) * recursion(x, rows, r)                    # (N', C)
+            return self(x, rows, recursion, routing, r + 1)
+        return among(chosen, S, h, rows, go)
+
+    def choose(self, z, guess, rows, routing, r):
+        """Which tokens pass recursion r: ascending indices (N',), and how many in each row if it is the same for all."""
+        everyone = torch.arange(len(z), device=z.device)
+        if routing.causal:
+            # DIFFERS: the released code evaluates with the top-k too. Here 0.5 means z = 0, also under the tanh gate.
+            keep = guess.detach() > math.log(routing.threshold / (1 - routing.threshold))
+            return (everyone, rows.S) if r == 0 else (keep.nonzero().squeeze(1), None)
+        k = routing.k[r]
+        if k == rows.S:
+            chosen = everyone
+        else:   # back in position order, so that attention stays causal
+            best = z.detach().view(rows.B, rows.S).topk(k, sorted=False).indices.sort(dim=1).values     # (B, k)
+            chosen = (best + rows.S * torch.arange(rows.B, device=z.device).unsqueeze(1)).flatten()     # (B * k,)
+        kept = torch.zeros_like(guess).index_fill(0, chosen, 1.0)
+        if not self.random:   # means over the tokens that were asked, summed over recursions
+            aux, z2 = F.binary_cross_entropy_with_logits(guess, kept), (z * z).mean()
+            routing.losses["aux"] = routing.losses.get("aux", 0.0) + aux
+            routing.losses["z"] = routing.losses.get("z", 0.0) + z2
+        routing.health.setdefault("agreement", []).append(((guess.detach() >= 0) == (kept > 0)).float().mean())
+        return chosen, k
+
+
+def noise(rows, r, routing, training):
+    """Logits (N,) of router_arch=random. In training the k best of them are a fair draw of k tokens.
+
+    Otherwise they are a fixed hash of position and recursion, so that evaluation and generation repeat themselves, and
+    as many pass the threshold 0.5 as training keeps.
+    """
+    if training and not routing.causal:
+        return torch.rand(len(rows.flat), device=rows.flat.device)
+    x = rows.flat % rows.T * (2 * r + 1) * 2654435761 % 2**32
+    x = (x ^ x >> 16) * 73244475 % 2**32
+    kept = 1 if r == 0 else routing.k[r] / routing.k[r - 1]
+    return torch.logit((x ^ x >> 16) / 2**32, eps=1e-6) - math.log((1 - kept + 1e-6) / (kept + 1e-6))
+
+
+class TokenRouter(nn.Module):
+    """Token-choice: one router, read once after the first layer; each token takes the depth that scores best.
+
+    Causal by construction. Its danger is collapse to one depth, so a balance loss pulls the depths to equal load, or
+    (balance=loss_free) a bias on the choice is nudged after each step, see `update_bias`.
+    Health: max_vio, (max load - mean load) / mean load; entropy of the mean probabilities, in nats.
+    """
+    def __init__(self, config):
+        super().__init__()
+        self.softmax = config.gate != "sigmoid"
+        self.alpha = 1.0 if config.alpha < 0 else config.alpha
+        self.coef = {"balance": config.balance_coef * (config.balance == "loss"),
+                     "z": 1e-5 if config.z_coef < 0 else config.z_coef}
+        self.rate = config.balance_rate * (config.balance == "loss_free")
+        self.score = Score(config, config.n_rec)
+        self.register_buffer("bias", torch.zeros(config.n_rec))
+
+    def forward(self, h, rows, recursion, routing):
+        z = self.score(h)                                                                    # (N, n_rec)
+        p = self.alpha * (z.softmax(dim=1) if self.softmax else z.sigmoid())                 # (N, n_rec)
+        choice = (p.detach() + self.bias).argmax(dim=1, keepdim=True)                        # (N, 1)
+        depth = (choice.squeeze(1) + 1).clamp(max=routing.max_depth)                         # (N,)
+        routing.logits[rows.flat], routing.depth[rows.flat] = z.detach(), depth
+
+        load = F.one_hot(choice.squeeze(1), z.shape[1]).to(p.dtype).mean(dim=0)              # (n_rec,)
+        # DIFFERS: p includes alpha, as in the released code; the paper's P_i is the bare probability.
+        routing.losses["balance"] = z.shape[1] * (load * p.mean(dim=0)).sum()
+        routing.losses["z"] = z.logsumexp(dim=1).square().mean()
+        share = p.detach().mean(dim=0) / p.detach().mean(dim=0).sum()
+        routing.health.update(max_vio=load.max() / load.mean() - 1, entropy=-(share * share.log()).sum())
+        # DIFFERS: the gate acts once, on the way out, as in the released code; the paper's Eq 2.2 gates every step.
+        return h + p.gather(1, choice) * self.deepen(h, rows, recursion, depth)
+
+    def deepen(self, x, rows, recursion, depth, r=0):
+        """F applied `depth` (N,) times to each token of x (N, C)."""
+        chosen = (depth > r).nonzero().squeeze(1)                                            # (N',)
+
+        def go(x, rows):
+            return self.deepen(recursion(x, rows, r), rows, recursion, depth[chosen], r + 1)
+        return among(chosen, None, x, rows, go)
+
+    @torch.no_grad()
+    def update_bias(self, load):
+        """Loss-free balancing, once per optimizer step; load (n_rec,) is the share of the step's tokens per depth."""
+        self.bias += self.rate * torch.sign(load.mean() - load)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# 5. Mixture-of-Recursions
+
+class MoR(nn.Module):
+    """The model. n_rec=1 is a plain Transformer and router=none a plain recursive one: same class, same code path."""
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.first = nn.ModuleList(Block(config) for _ in range(config.n_unshared // 2))
+        self.shared = nn.ModuleList(Block(config) for _ in range(config.n_shared))
+        self.last = nn.ModuleList(Block(config) for _ in range(config.n_unshared // 2))
+        self.norm = nn.RMSNorm(config.n_embd, eps=1e-5)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head.weight = self.wte.weight
+        self.router = {"expert": ExpertRouter, "token": TokenRouter}[config.router](config) if config.routed else None
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, idx, targets=None, causal=None, max_depth=None, threshold=0.5, k=None):
+        """idx (B, T) -> logits (B, T, V), loss, Routing.
+
+        targets (B, T): loss is the mean cross-entropy (nats per token, -1 is left out) plus the weighted router losses,
+        else None. causal: see Routing; None means not while training. k: kept tokens per recursion, default
+        config.capacity(T). Raises ValueError for a row longer than block_size or a max_depth or threshold out of range.
+        """
+        c, (B, T) = self.config, idx.shape
+        causal, max_depth = not self.training if causal is None else causal, max_depth or c.n_rec
+        self.check(T, max_depth, threshold)
+        dtype = torch.promote_types(self.wte.weight.dtype, torch.float32)
+        routing = Routing(causal, max_depth, threshold, k or c.capacity(T))
+        routing.depth = torch.full((B * T,), 1 if c.routed else max_depth, device=idx.device)
+        routing.logits = torch.full((B * T, c.n_rec), torch.nan, dtype=dtype, device=idx.device)
+        table = rope_table(T, c.head_dim, dtype, idx.device)
+        store = {} if c.cache == "shared" else None
+        rows = Rows(B, T, table, store, torch.arange(B * T, device=idx.device), T)
+
+        x = self.wte(idx).flatten(0, 1)                                                      # (B*T, C)
+        for block in self.first:
+            x = block(x, rows, "first")
+        if c.routed:
+            x = self.router(x, rows, self.recursion, routing)
+        else:
+            for r in range(max_depth):
+                x = self.recursion(x, rows, r)
+        for block in self.last:
+            x = block(x, rows, "last")
+        logits = self.lm_head(self.norm(x))                                                  # (B*T, V)
+
+        loss = None
+        if targets is not None:
+            lm = F.cross_entropy(at_least_float32(logits), targets.flatten(), ignore_index=-1)
+            loss = lm + sum(self.router.coef[name] * term for name, term in routing.losses.items())
+            routing.losses["lm"] = lm
+        return logits.view(B, T, -1), loss, self.finish(routing, B, T)
+
+    def check(self, T, max_depth, threshold):
+        c = self.config
+        if not 1 <= T <= c.block_size:
+            raise ValueError(f"a row of {T} tokens does not fit: it must hold 1 to block_size={c.block_size}")
+        if not 1 <= max_depth <= c.n_rec:
+            raise ValueError(f"max_depth={max_depth} must be 1 to n_rec={c.n_rec}")
+        if max_depth < c.n_rec and not c.sharing.endswith("cycle"):
+            raise ValueError(f"max_depth={max_depth} needs sharing=cycle or middle_cycle, not {c.sharing}")
+        if not 0 < threshold < 1:
+            raise ValueError(f"threshold={threshold} must lie between 0 and 1")
+
+    def finish(self, routing, B, T):
+        """Back to rows, and the health numbers that every router has."""
+        depth = routing.depth = routing.depth.view(B, T)
+        routing.logits = routing.logits.view(B, T, -1)
+        load = torch.stack([(depth == r + 1).float().mean() for r in range(self.config.n_rec)])
+        dead = (depth < routing.max_depth).all(dim=0).float().mean()
+        routing.health.update(load=load, mean_depth=depth.float().mean(), dead=dead)
+        if "agreement" in routing.health:
+            routing.health["agreement"] = torch.stack(routing.health["agreement"])
+        return routing
+
+    def recursion(self, x, rows, r):
+        """F: recursion r of the shared block on the tokens x (N, C). Parameter sharing is MoR Table 1."""
+        for l in range(r * len(self.shared), (r + 1) * len(self.shared)):
+            layer = l % len(self.shared) if self.config.sharing.endswith("cycle") else l // self.config.n_rec
+            x = self.shared[layer](x, rows, layer)
+        return x
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# 6. Generation
+
+def pick(logits, u, temperature=1.0, top_k=0):
+    """Draw a token from each row of logits (N, V) with the uniform numbers u (N,) in [0, 1); returns ids (N,).
+
+    One number per token from a stream of its own keeps a sampled text independent of its neighbours. temperature 0
+    takes the likeliest token; top_k > 0 draws from the k likeliest only.
+    """
+    if temperature == 0:
+        return logits.argmax(dim=1)
+    logits = at_least_float32(logits)
+    if 0 < top_k < logits.shape[1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
+    total = (logits / temperature).softmax(dim=1).cumsum(dim=1)                              # (N, V)
+    last = total[:, -1:]   # about 1; u * last must stay below it, or a token of probability 0 could be drawn
+    u = torch.minimum(u.to(last.dtype).unsqueeze(1) * last, torch.nextafter(last, torch.zeros_like(last)))
+    return torch.searchsorted(total, u, right=True).squeeze(1)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# 7. What it costs
+
+def shares(config):
+    """Share of the tokens that take each recursion: (n_rec - r) / n_rec by capacity, or all where nothing routes."""
+    return [(config.n_rec - r) / config.n_rec if config.routed else 1.0 for r in range(config.n_rec)]
+
+
+def n_params(config, embedding=True):
+    """Number of unique parameters, by formula."""
+    c, kv = config, 2 * config.n_kv_head * config.head_dim
+    layer = c.n_embd * (2 * c.n_embd + kv) + 3 * c.n_embd * c.n_ff + 2 * c.n_embd
+    total = (c.n_unshared + c.n_shared) * layer + c.n_embd + embedding * c.vocab_size * c.n_embd
+    if c.routed and c.router_arch != "random":
+        n_out, n_routers = (c.n_rec, 1) if c.router == "token" else (1, c.n_rec * (1 + (c.sampling == "aux_router")))
+        total += n_routers * (2 * c.n_embd * (c.n_embd + n_out) if c.router_arch == "mlp" else c.n_embd * n_out)
+    return total
+
+
+def paper_flops_per_token(config, T):
+    """Forward FLOPs of one token in a row of T as the paper counts them (its step counts follow from this number).
+
+    Causal attention at half the square, K and V at full width whatever n_kv_head is, no router, no embedding, no head.
+    """
+    d = config.n_embd
+    linear, total = 8 * d * d + 6 * d * config.n_ff, 0.0
+    total += config.n_unshared * (linear + 2 * T * d)
+    for r, share in enumerate(shares(config)):
+        shared = config.cache == "shared"
+        kv = 4 * d * d if shared and r > 0 else 0
+        total += config.n_shared * share * (linear - kv + 2 * T * d * (1 if shared else share))
+    return total
+
+
+def flops_per_token(config, T):
+    """Forward FLOPs of one token in a row of T that this file executes in training, as torch.utils.flop_counter counts.
+
+    Attention counts its full square, although causal kernels skip half of it, and the grid form of shared K/V
+    computes all T queries; the head is in. Training costs three times as much.
+    """
+    c, C, shared = config, config.n_embd, config.cache == "shared"
+    kv = 4 * C * c.n_kv_head * c.head_dim
+    linear, total = 4 * C * C + kv + 6 * C * c.n_ff, 2 * C * c.vocab_size
+    total += c.n_unshared * (linear + 4 * T * C)
+    for r, share in enumerate(shares(config)):
+        total += c.n_shared * share * (linear - kv * (shared and r > 0))
+        total += c.n_shared * 4 * T * C * (1 if shared else share * share)
+    if c.routed and c.router_arch != "random":
+        score = lambda n_out: 4 * C * (C + n_out) if c.router_arch == "mlp" else 2 * C * n_out
+        asked = sum([1.0] + shares(c)[:-1]) * (1 + (c.sampling == "aux_router"))
+        total += score(c.n_rec) if c.router == "token" else asked * score(1)
+    return total
+
+
+def kv_bytes_per_token(config, mean_depth=None, itemsize=2):
+    """Bytes of keys and values that one token keeps in the cache; mean_depth defaults to that of the capacities."""
+    mean_depth = sum(shares(config)) if mean_depth is None else mean_depth
+    entries = config.n_unshared + config.n_shared * (1 if config.cache == "shared" else mean_depth)
+    return entries * 2 * config.n_kv_head * config.head_dim * itemsize
