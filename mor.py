@@ -65,20 +65,20 @@ class MoRConfig:
                 raise ValueError(f"{f.name}={value} must be at least 1")
             if f.type is float and (not math.isfinite(value) or value < 0 and value != f.default):
                 raise ValueError(f"{f.name}={value} must be a number that is not negative")
-        if self.n_embd % self.n_head or (self.n_embd // self.n_head) % 2:
-            raise ValueError(f"n_embd={self.n_embd} must be an even multiple of n_head={self.n_head}")
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}")
-        if self.n_layer <= self.n_unshared:
-            raise ValueError(f"n_layer={self.n_layer} leaves no layer to share: sharing={self.sharing} needs at least 3")
-        if self.routed and not self.sharing.endswith("cycle"):
-            raise ValueError(f"sharing={self.sharing} has no block to repeat for router={self.router}: choose "
-                             "cycle or middle_cycle, or router=none")
-        if self.routed and self.gate not in ("paper", "sigmoid", {"expert": "tanh", "token": "softmax"}[self.router]):
-            raise ValueError(f"gate={self.gate} does not fit router={self.router}: choose paper or sigmoid, or tanh "
-                             "for expert, or softmax for token")
-        if self.router_arch == "random" and (self.router == "token" or self.sampling == "aux_router"):
-            raise ValueError("router_arch=random needs router=expert and sampling=aux_loss: there is nothing to learn")
+        gates = ("paper", "sigmoid", {"expert": "tanh", "token": "softmax", "none": self.gate}[self.router])
+        for wrong, message in [
+                (self.n_embd % (2 * self.n_head), f"n_embd={self.n_embd} must be an even multiple of n_head={self.n_head}"),
+                (self.n_head % self.n_kv_head, f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}"),
+                (self.n_layer <= self.n_unshared, f"n_layer={self.n_layer} leaves no layer between the first and the last: "
+                                                  f"sharing={self.sharing} needs at least 3"),
+                (self.routed and "cycle" not in self.sharing, f"sharing={self.sharing} has no block that could be repeated: "
+                                                              "choose cycle or middle_cycle, or router=none"),
+                (self.routed and self.gate not in gates, f"gate={self.gate} does not fit router={self.router}: choose "
+                                                         f"{', '.join(gates)}"),
+                (self.router_arch == "random" and (self.router != "expert" or self.sampling == "aux_router"),
+                 "router_arch=random needs router=expert and sampling=aux_loss: there is nothing to learn")]:
+            if wrong:
+                raise ValueError(message)
 
     @property
     def routed(self):
@@ -92,8 +92,8 @@ class MoRConfig:
 
     @property
     def n_shared(self):
-        """Layers in the shared block. Where n_rec does not divide the depth, layers are added, as in the paper.
-        DIFFERS: the released code drops layers there unless told otherwise."""
+        """Layers in the shared block."""
+        # DIFFERS: where n_rec does not divide the depth, layers are added, as in the paper; the released code drops some.
         return math.ceil((self.n_layer - self.n_unshared) / self.n_rec)
 
     @property
@@ -202,47 +202,51 @@ class Rows:
     One rule serves everything: a query sees exactly the keys it is handed whose position is not after its own.
     The two KV caches of the paper (section 2.2.2) differ in which keys are handed over:
 
-        cache         who writes keys and values          what a query at depth r sees
-        recursion     every token, at every depth it      the tokens that went as deep as r
-                      reaches
-        shared        every token, at depth 1 only        every token; nothing is projected at depth 2 and beyond
+        cache         who writes keys and values        what a query at depth r sees
+        recursion     every token, wherever it goes     the tokens that went as deep as r
+        shared        every token, at depth 1 only      every token; deeper layers project no keys and no values
 
-    Tokens are in row order and in position order within a row, so that `is_causal` is that rule and no mask is needed.
+    Tokens stay in row order, and in position order within a row; then `is_causal` is that rule, and needs no mask.
 
-    flat (N,): row * T + position of each token. S: tokens in every row, or None where rows hold different numbers.
+    flat (N,): row * T + position of each token, ascending. S: tokens in each row, or None where rows hold different
+    numbers. store: what shared layers have written, by layer; None for the recursion cache.
     """
     def __init__(self, B, T, table, store, flat, S=None):
         self.B, self.T, self.table, self.store, self.flat, self.S, self.slot = B, T, table, store, flat, S, None
         self.rope = [t[flat % T].unsqueeze(1) for t in table]                                # (N, 1, D/2) each
-        if S is None:   # each row's tokens first, padding behind them, where no real query sees it
-            count = torch.bincount(flat // T, minlength=B)                                   # (B,)
-            rank = torch.arange(len(flat), device=flat.device) - (count.cumsum(0) - count)[flat // T]
+        if S is None:   # a row's tokens first, then padding, where no real query sees it
+            row, count = flat // T, torch.bincount(flat // T, minlength=B)                   # (N,), (B,)
             self.S = int(count.max())
-            self.slot = flat // T * self.S + rank                                            # (N,)
+            self.slot = row * self.S + torch.arange(len(flat), device=flat.device) - (count.cumsum(0) - count)[row]
 
     def take(self, chosen, S=None):
-        """The rows of a subset of these tokens; chosen (N',) holds ascending indices into them."""
+        """The rows of a subset of these tokens; chosen (N',) holds ascending indices into them, S is as above."""
         return Rows(self.B, self.T, self.table, self.store, self.flat[chosen], S)
 
     def writes(self, layer):
-        """Whether this layer's keys and values are still to be made. Shared: only the first time that it is applied."""
+        """Whether this layer has keys and values to make; a shared one only where it is applied for the first time."""
         return self.store is None or layer not in self.store
 
     def attend(self, layer, q, k, v):
-        """Attention of q (N, H, D) to k, v (N, G, D), or to what the layer stored (None); returns (N, H, D)."""
-        if k is None:   # fewer queries than keys: put them back on the grid of all T positions
-            slot, S, (k, v) = self.flat, self.T, self.store[layer]
-        else:
-            slot, S = self.slot, self.S
+        """Attention of q (N, H, D) to k, v (N, G, D), or to what the layer has stored (None); returns (N, H, D)."""
+        slot, S, mask = self.slot, self.S, None
+        if k is not None:
             k, v = self.spread(k, slot, S), self.spread(v, slot, S)                          # (B, G, S, D) each
             if self.store is not None:
                 self.store[layer] = k, v
-        y = F.scaled_dot_product_attention(self.spread(q, slot, S), k, v, is_causal=True, enable_gqa=True)
+        else:
+            k, v = self.store[layer]                                                         # (B, G, T, D) each
+            if q.is_cuda:   # fewer queries than keys: back on the grid of all T, for the kernels that take no mask
+                slot, S = self.flat, self.T
+            else:           # a third to two thirds of the grid's time on a CPU
+                position = self.spread((self.flat % self.T).view(-1, 1, 1), slot, S)         # (B, 1, S, 1)
+                mask = position >= torch.arange(self.T, device=q.device)                     # (B, 1, S, T)
+        y = F.scaled_dot_product_attention(self.spread(q, slot, S), k, v, mask, is_causal=mask is None, enable_gqa=True)
         y = y.transpose(1, 2).flatten(0, 1)                                                  # (B*S, H, D)
         return y if slot is None else y.index_select(0, slot)
 
     def spread(self, x, slot, S):
-        """Tokens (N, H, D) to the rows that attention works on (B, H, S, D)."""
+        """Tokens (N, H, D) to the rows that attention works on, (B, H, S, D)."""
         if slot is not None:
             x = x.new_zeros(self.B * S, *x.shape[1:]).index_copy(0, slot, x)
         return x.view(self.B, S, *x.shape[1:]).transpose(1, 2)
@@ -262,12 +266,26 @@ class Routing:
     max_depth: int  # tokens still there after this many recursions leave
     threshold: float  # expert-choice, causal: a token goes on while sigmoid(logit) is above
     k: tuple  # expert-choice, not causal: how many tokens of a row each recursion keeps
-    depth: torch.Tensor = None  # (B, T) recursions each token took, 1..n_rec
-    logits: torch.Tensor = None  # (B, T, n_rec) raw router logits, NaN where a token was not asked
+    depth: torch.Tensor  # (B, T) recursions each token took, 1..n_rec; (B*T,) until `finish`
+    logits: torch.Tensor  # (B, T, n_rec) raw router logits, NaN where a token was not asked; (B*T, n_rec) until `finish`
     losses: dict = field(default_factory=dict)  # unweighted scalars: lm; expert: aux, z; token: balance, z
-    # share of the tokens at each depth (load, (n_rec,)), mean_depth, share of the positions of a row that no row of
-    # the batch sent to the last recursion (dead); the routers describe the others
-    health: dict = field(default_factory=dict)
+    health: dict = field(default_factory=dict)  # load, mean_depth, dead, see `finish`; the routers say what they add
+
+    def add(self, **losses):
+        """Add to the losses; where every recursion has a router, they sum over recursions."""
+        for name, value in losses.items():
+            self.losses[name] = self.losses.get(name, 0.0) + value
+
+    def finish(self, B, T):
+        """Back to rows; and health numbers: the share of tokens at each depth (load, (n_rec,)), mean_depth, and the share
+        of positions that no row of the batch sent as deep as it could (dead)."""
+        self.depth, self.logits = self.depth.view(B, T), self.logits.view(B, T, -1)
+        load = [(self.depth == r + 1).float().mean() for r in range(self.logits.shape[2])]
+        dead = (self.depth < self.max_depth).all(dim=0).float().mean()
+        self.health.update(load=torch.stack(load), mean_depth=self.depth.float().mean(), dead=dead)
+        if "agreement" in self.health:
+            self.health["agreement"] = torch.stack(self.health["agreement"])
+        return self
 
 
 class Score(nn.Module):
@@ -322,53 +340,45 @@ class ExpertRouter(nn.Module):
     def forward(self, h, rows, recursion, routing, r=0):
         if r == routing.max_depth:
             return h
-        z = noise(rows, r, routing, self.training) if self.random else self.score[r](h).squeeze(1)      # (N,)
+        z = self.noise(rows, r, routing) if self.random else self.score[r](h).squeeze(1)                # (N,)
         guess = self.aux_score[r](h.detach()).squeeze(1) if self.aux_score else z                       # (N,)
         chosen, S = self.choose(z, guess, rows, routing, r)                                             # (N',)
         routing.logits[rows.flat, r] = z.detach()
         routing.depth[rows.flat[chosen]] = r + 1
-        gate = torch.ones_like(z) if self.random else self.gate(z)                                      # (N,)
+        gate = self.alpha * (torch.ones_like(z) if self.random else self.gate(z))                       # (N,)
 
-        def go(x, rows):
-            # MoR Eq 2.1. The block's own residuals are inside: what is added is not only its change of x.
-            x = x + (self.alpha * gate[chosen]).unsqueeze(1) * recursion(x, rows, r)                    # (N', C)
+        def deeper(x, rows):
+            # MoR Eq 2.1. The block's own residuals are inside F: what is added is not only its change of x.
+            x = x + gate[chosen].unsqueeze(1).to(x.dtype) * recursion(x, rows, r)                       # (N', C)
             return self(x, rows, recursion, routing, r + 1)
-        return among(chosen, S, h, rows, go)
+        return among(chosen, S, h, rows, deeper)
 
     def choose(self, z, guess, rows, routing, r):
         """Which tokens pass recursion r: ascending indices (N',), and how many in each row if it is the same for all."""
-        everyone = torch.arange(len(z), device=z.device)
+        everyone, k = torch.arange(len(z), device=z.device), routing.k[r]
         if routing.causal:
             # DIFFERS: the released code evaluates with the top-k too. Here 0.5 means z = 0, also under the tanh gate.
             keep = guess.detach() > math.log(routing.threshold / (1 - routing.threshold))
             return (everyone, rows.S) if r == 0 else (keep.nonzero().squeeze(1), None)
-        k = routing.k[r]
-        if k == rows.S:
-            chosen = everyone
-        else:   # back in position order, so that attention stays causal
+        chosen = everyone
+        if k < rows.S:   # the best in position order, so that attention stays causal
             best = z.detach().view(rows.B, rows.S).topk(k, sorted=False).indices.sort(dim=1).values     # (B, k)
-            chosen = (best + rows.S * torch.arange(rows.B, device=z.device).unsqueeze(1)).flatten()     # (B * k,)
+            chosen = (best + everyone[::rows.S].unsqueeze(1)).flatten()                                 # (B * k,)
         kept = torch.zeros_like(guess).index_fill(0, chosen, 1.0)
-        if not self.random:   # means over the tokens that were asked, summed over recursions
-            aux, z2 = F.binary_cross_entropy_with_logits(guess, kept), (z * z).mean()
-            routing.losses["aux"] = routing.losses.get("aux", 0.0) + aux
-            routing.losses["z"] = routing.losses.get("z", 0.0) + z2
         routing.health.setdefault("agreement", []).append(((guess.detach() >= 0) == (kept > 0)).float().mean())
+        if not self.random:   # means over the tokens that were asked
+            routing.add(aux=F.binary_cross_entropy_with_logits(guess, kept), z=z.square().mean())
         return chosen, k
 
-
-def noise(rows, r, routing, training):
-    """Logits (N,) of router_arch=random. In training the k best of them are a fair draw of k tokens.
-
-    Otherwise they are a fixed hash of position and recursion, so that evaluation and generation repeat themselves, and
-    as many pass the threshold 0.5 as training keeps.
-    """
-    if training and not routing.causal:
-        return torch.rand(len(rows.flat), device=rows.flat.device)
-    x = rows.flat % rows.T * (2 * r + 1) * 2654435761 % 2**32
-    x = (x ^ x >> 16) * 73244475 % 2**32
-    kept = 1 if r == 0 else routing.k[r] / routing.k[r - 1]
-    return torch.logit((x ^ x >> 16) / 2**32, eps=1e-6) - math.log((1 - kept + 1e-6) / (kept + 1e-6))
+    def noise(self, rows, r, routing):
+        """Logits (N,) of router_arch=random. Training draws them anew; elsewhere they are a hash of position and
+        recursion, so that results repeat, and as many are above 0 as training keeps."""
+        if self.training and not routing.causal:
+            return torch.rand(len(rows.flat), dtype=routing.logits.dtype, device=rows.flat.device)
+        x = rows.flat % rows.T * (2 * r + 1) * 2654435761 % 2**32
+        x = (x ^ x >> 16) * 73244475 % 2**32
+        kept = routing.k[r] / routing.k[max(0, r - 1)]
+        return (x ^ x >> 16).to(routing.logits.dtype) / 2**32 - (1 - kept)
 
 
 class TokenRouter(nn.Module):
@@ -397,20 +407,19 @@ class TokenRouter(nn.Module):
 
         load = F.one_hot(choice.squeeze(1), z.shape[1]).to(p.dtype).mean(dim=0)              # (n_rec,)
         # DIFFERS: p includes alpha, as in the released code; the paper's P_i is the bare probability.
-        routing.losses["balance"] = z.shape[1] * (load * p.mean(dim=0)).sum()
-        routing.losses["z"] = z.logsumexp(dim=1).square().mean()
+        routing.add(balance=z.shape[1] * (load * p.mean(dim=0)).sum(), z=z.logsumexp(dim=1).square().mean())
         share = p.detach().mean(dim=0) / p.detach().mean(dim=0).sum()
         routing.health.update(max_vio=load.max() / load.mean() - 1, entropy=-(share * share.log()).sum())
         # DIFFERS: the gate acts once, on the way out, as in the released code; the paper's Eq 2.2 gates every step.
-        return h + p.gather(1, choice) * self.deepen(h, rows, recursion, depth)
+        return h + p.gather(1, choice).to(h.dtype) * self.deepen(h, rows, recursion, depth)
 
     def deepen(self, x, rows, recursion, depth, r=0):
         """F applied `depth` (N,) times to each token of x (N, C)."""
         chosen = (depth > r).nonzero().squeeze(1)                                            # (N',)
 
-        def go(x, rows):
+        def deeper(x, rows):
             return self.deepen(recursion(x, rows, r), rows, recursion, depth[chosen], r + 1)
-        return among(chosen, None, x, rows, go)
+        return among(chosen, None, x, rows, deeper)
 
     @torch.no_grad()
     def update_bias(self, load):
@@ -446,15 +455,15 @@ class MoR(nn.Module):
         config.capacity(T). Raises ValueError for a row longer than block_size or a max_depth or threshold out of range.
         """
         c, (B, T) = self.config, idx.shape
-        causal, max_depth = not self.training if causal is None else causal, max_depth or c.n_rec
+        causal = not self.training if causal is None else causal
+        max_depth = c.n_rec if max_depth is None else max_depth
         self.check(T, max_depth, threshold)
-        dtype = torch.promote_types(self.wte.weight.dtype, torch.float32)
-        routing = Routing(causal, max_depth, threshold, k or c.capacity(T))
-        routing.depth = torch.full((B * T,), 1 if c.routed else max_depth, device=idx.device)
-        routing.logits = torch.full((B * T, c.n_rec), torch.nan, dtype=dtype, device=idx.device)
-        table = rope_table(T, c.head_dim, dtype, idx.device)
-        store = {} if c.cache == "shared" else None
-        rows = Rows(B, T, table, store, torch.arange(B * T, device=idx.device), T)
+        like = dict(dtype=torch.promote_types(self.wte.weight.dtype, torch.float32), device=idx.device)
+        routing = Routing(causal, max_depth, threshold, k or c.capacity(T),
+                          depth=torch.full((B * T,), 1 if c.routed else max_depth, device=idx.device),
+                          logits=torch.full((B * T, c.n_rec), torch.nan, **like))
+        rows = Rows(B, T, rope_table(T, c.head_dim, **like), {} if c.cache == "shared" else None,
+                    torch.arange(B * T, device=idx.device), T)
 
         x = self.wte(idx).flatten(0, 1)                                                      # (B*T, C)
         for block in self.first:
@@ -473,29 +482,18 @@ class MoR(nn.Module):
             lm = F.cross_entropy(at_least_float32(logits), targets.flatten(), ignore_index=-1)
             loss = lm + sum(self.router.coef[name] * term for name, term in routing.losses.items())
             routing.losses["lm"] = lm
-        return logits.view(B, T, -1), loss, self.finish(routing, B, T)
+        return logits.view(B, T, -1), loss, routing.finish(B, T)
 
     def check(self, T, max_depth, threshold):
+        """ValueError for a row of T tokens that does not fit, or a dial that is out of range."""
         c = self.config
         if not 1 <= T <= c.block_size:
             raise ValueError(f"a row of {T} tokens does not fit: it must hold 1 to block_size={c.block_size}")
-        if not 1 <= max_depth <= c.n_rec:
-            raise ValueError(f"max_depth={max_depth} must be 1 to n_rec={c.n_rec}")
-        if max_depth < c.n_rec and not c.sharing.endswith("cycle"):
-            raise ValueError(f"max_depth={max_depth} needs sharing=cycle or middle_cycle, not {c.sharing}")
+        if not 1 <= max_depth <= c.n_rec or max_depth < c.n_rec and "cycle" not in c.sharing:
+            raise ValueError(f"max_depth={max_depth} must be 1 to n_rec={c.n_rec}, and less only where sharing="
+                             f"{c.sharing} is cycle or middle_cycle")
         if not 0 < threshold < 1:
             raise ValueError(f"threshold={threshold} must lie between 0 and 1")
-
-    def finish(self, routing, B, T):
-        """Back to rows, and the health numbers that every router has."""
-        depth = routing.depth = routing.depth.view(B, T)
-        routing.logits = routing.logits.view(B, T, -1)
-        load = torch.stack([(depth == r + 1).float().mean() for r in range(self.config.n_rec)])
-        dead = (depth < routing.max_depth).all(dim=0).float().mean()
-        routing.health.update(load=load, mean_depth=depth.float().mean(), dead=dead)
-        if "agreement" in routing.health:
-            routing.health["agreement"] = torch.stack(routing.health["agreement"])
-        return routing
 
     def recursion(self, x, rows, r):
         """F: recursion r of the shared block on the tokens x (N, C). Parameter sharing is MoR Table 1."""
@@ -528,55 +526,39 @@ def pick(logits, u, temperature=1.0, top_k=0):
 # ---------------------------------------------------------------------------------------------------------------
 # 7. What it costs
 
+def n_params(config, embedding=True):
+    """Number of unique parameters, counted on a model that is built without memory."""
+    with torch.device("meta"):
+        model = MoR(config)
+    return sum(p.numel() for p in model.parameters()) - (0 if embedding else model.wte.weight.numel())
+
+
 def shares(config):
-    """Share of the tokens that take each recursion: (n_rec - r) / n_rec by capacity, or all where nothing routes."""
+    """Share of the tokens that take each recursion: the capacities (n_rec - r) / n_rec, or all where nothing routes."""
     return [(config.n_rec - r) / config.n_rec if config.routed else 1.0 for r in range(config.n_rec)]
 
 
-def n_params(config, embedding=True):
-    """Number of unique parameters, by formula."""
-    c, kv = config, 2 * config.n_kv_head * config.head_dim
-    layer = c.n_embd * (2 * c.n_embd + kv) + 3 * c.n_embd * c.n_ff + 2 * c.n_embd
-    total = (c.n_unshared + c.n_shared) * layer + c.n_embd + embedding * c.vocab_size * c.n_embd
-    if c.routed and c.router_arch != "random":
-        n_out, n_routers = (c.n_rec, 1) if c.router == "token" else (1, c.n_rec * (1 + (c.sampling == "aux_router")))
-        total += n_routers * (2 * c.n_embd * (c.n_embd + n_out) if c.router_arch == "mlp" else c.n_embd * n_out)
-    return total
+def flops_per_token(config, T, paper=False):
+    """Forward FLOPs of one token in a row of T in training, where the shares are the capacities. Training costs thrice.
 
-
-def paper_flops_per_token(config, T):
-    """Forward FLOPs of one token in a row of T as the paper counts them (its step counts follow from this number).
-
-    Causal attention at half the square, K and V at full width whatever n_kv_head is, no router, no embedding, no head.
-    """
-    d = config.n_embd
-    linear, total = 8 * d * d + 6 * d * config.n_ff, 0.0
-    total += config.n_unshared * (linear + 2 * T * d)
-    for r, share in enumerate(shares(config)):
-        shared = config.cache == "shared"
-        kv = 4 * d * d if shared and r > 0 else 0
-        total += config.n_shared * share * (linear - kv + 2 * T * d * (1 if shared else share))
-    return total
-
-
-def flops_per_token(config, T):
-    """Forward FLOPs of one token in a row of T that this file executes in training, as torch.utils.flop_counter counts.
-
-    Attention counts its full square, although causal kernels skip half of it, and the grid form of shared K/V
-    computes all T queries; the head is in. Training costs three times as much.
+    As torch.utils.flop_counter counts them: attention by its full square, although causal kernels skip half of it.
+    paper=True counts as the paper does (its step counts follow from that): half the square, keys and values as wide
+    as queries whatever n_kv_head is, no router, no head.
     """
     c, C, shared = config, config.n_embd, config.cache == "shared"
-    kv = 4 * C * c.n_kv_head * c.head_dim
-    linear, total = 4 * C * C + kv + 6 * C * c.n_ff, 2 * C * c.vocab_size
-    total += c.n_unshared * (linear + 4 * T * C)
-    for r, share in enumerate(shares(config)):
-        total += c.n_shared * share * (linear - kv * (shared and r > 0))
-        total += c.n_shared * 4 * T * C * (1 if shared else share * share)
+    kv = 4 * C * (C if paper else c.n_kv_head * c.head_dim)
+    linear, attention = 4 * C * C + kv + 6 * C * c.n_ff, (2 if paper else 4) * T * C
+    total = c.n_unshared * (linear + attention)
+    for r, share in enumerate(shares(c)):
+        seen = 1.0 if shared else share
+        total += c.n_shared * share * (linear - kv * (shared and r > 0) + attention * seen)
+    if paper:
+        return total
     if c.routed and c.router_arch != "random":
-        score = lambda n_out: 4 * C * (C + n_out) if c.router_arch == "mlp" else 2 * C * n_out
-        asked = sum([1.0] + shares(c)[:-1]) * (1 + (c.sampling == "aux_router"))
-        total += score(c.n_rec) if c.router == "token" else asked * score(1)
-    return total
+        asked, n_out = (1.0, c.n_rec) if c.router == "token" else (sum([1.0] + shares(c)[:-1]), 1)
+        asked *= 1 + (c.sampling == "aux_router" and c.router == "expert")
+        total += asked * (4 * C * (C + n_out) if c.router_arch == "mlp" else 2 * C * n_out)
+    return total + 2 * C * c.vocab_size
 
 
 def kv_bytes_per_token(config, mean_depth=None, itemsize=2):

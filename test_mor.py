@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mor import MoR, MoRConfig, PRESETS, Score, flops_per_token, kv_bytes_per_token, n_params, paper_flops_per_token
+from mor import MoR, MoRConfig, PRESETS, Score, flops_per_token, kv_bytes_per_token, n_params
 
 torch.set_num_threads(1)   # tiny tensors: a second thread only waits
 ROOT = Path(__file__).resolve().parent
@@ -120,3 +120,435 @@ def test_golden(case):
             g = torch.zeros_like(p) if g is None else g
             norms.update((n, piece.norm()) for n, piece in zip(parts, g.chunk(len(parts))))
         close(torch.stack([norms[n] for n in spec["grad_names"]]), expected)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The model against an oracle that loops over tokens in plain Python
+
+def build(seed=0, **options):
+    """A tiny float64 model whose weights are large enough that every choice and every layer shows in the logits."""
+    torch.manual_seed(seed)
+    model = MoR(MoRConfig(**{**TINY, **options})).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(8) if p.dim() > 1 else p.add_(0.2 * torch.randn_like(p))
+        if options.get("balance") == "loss_free":
+            model.router.bias.copy_(torch.tensor([-0.2, 0.1, 0.1]))
+    return model
+
+
+def rows(B, T, seed=0):
+    return torch.randint(96, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+MODES = [dict(router=router, cache=cache, sharing=sharing)
+         for router in ("expert", "token", "none") for cache in ("recursion", "shared")
+         for sharing in ("middle_cycle", "cycle", *(("middle_sequence", "sequence") if router == "none" else ()))]
+VARIANTS = [dict(n_rec=1), dict(n_rec=1, cache="shared", sharing="cycle"), dict(n_rec=2), dict(n_rec=4, n_layer=9),
+            dict(gate="tanh"), dict(router_arch="mlp"), dict(router_arch="random"), dict(sampling="aux_router"),
+            dict(sampling="aux_router", router_arch="mlp", cache="shared"), dict(alpha=1.0),
+            dict(router="token", gate="sigmoid", alpha=0.1), dict(router="token", router_arch="mlp"),
+            dict(router="token", balance="loss_free", cache="shared")]
+name = lambda mode: "-".join(str(v) for v in mode.values()) or "default"
+every_mode = pytest.mark.parametrize("mode", MODES + VARIANTS, ids=name)
+
+
+def oracle(model, tokens, causal, max_depth=None, threshold=0.5):
+    """Logits (T, V) and depths of one row. h, and whatever is made of it, is a dict: position -> vector."""
+    c, T, m = model.config, len(tokens), len(model.shared)
+    H, G, D, n = c.n_head, c.n_kv_head, c.n_embd // c.n_head, max_depth or c.n_rec
+    written = {}
+    norm = lambda x, w: x / (x.pow(2).mean() + 1e-5).sqrt() * w
+
+    def turn(x, t):
+        x, i = x.clone(), torch.arange(D // 2)
+        angle = t * 10000.0 ** (-2 * i.double() / D)
+        a, b = x[:D // 2].clone(), x[D // 2:].clone()
+        x[:D // 2], x[D // 2:] = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
+        return x
+
+    def layer(block, where, h):
+        normed = {t: norm(x, block.attn_norm.weight) for t, x in h.items()}
+        if c.cache == "recursion" or where not in written:
+            kv = {t: (block.attn.kv_proj.weight @ x).view(2, G, D) for t, x in normed.items()}
+            written[where] = {t: ([turn(k, t) for k in kv[t][0]], list(kv[t][1])) for t in kv}
+        out = {}
+        for t, x in h.items():
+            heads = []
+            for i, q in enumerate((block.attn.q_proj.weight @ normed[t]).view(H, D)):
+                seen = [p for p in written[where] if p <= t]
+                scores = torch.stack([turn(q, t) @ written[where][p][0][i // (H // G)] for p in seen]) / D ** 0.5
+                heads.append(sum(a * written[where][p][1][i // (H // G)] for a, p in zip(scores.softmax(0), seen)))
+            x = x + block.attn.o_proj.weight @ torch.cat(heads)
+            gate, up = (block.mlp.gate_up_proj.weight @ norm(x, block.mlp_norm.weight)).chunk(2)
+            out[t] = x + block.mlp.down_proj.weight @ (gate * gate.sigmoid() * up)
+        return out
+
+    def recursion(h, r):
+        for l in range(r * m, (r + 1) * m):
+            where = l % m if "cycle" in c.sharing else l // c.n_rec
+            h = layer(model.shared[where], where, h)
+        return h
+
+    def score(router, x):
+        x = router.layers[0].weight @ x
+        return x if len(router.layers) == 1 else router.layers[1].weight @ F.gelu(x)
+
+    h = {t: model.wte.weight[i] for t, i in enumerate(tokens)}
+    for block in model.first:
+        h = layer(block, "first", h)
+    depth = {t: n for t in h}
+    if c.routed and c.router == "token":
+        z = {t: score(model.router.score, x) for t, x in h.items()}
+        p = {t: model.router.alpha * (z[t].sigmoid() if c.gate == "sigmoid" else z[t].softmax(0)) for t in h}
+        choice = {t: int((p[t] + model.router.bias).argmax()) for t in h}
+        depth, u = {t: min(choice[t] + 1, n) for t in h}, dict(h)
+        for r in range(n):
+            u.update(recursion({t: u[t] for t in h if depth[t] > r}, r))
+        h = {t: h[t] + p[t][choice[t]] * u[t] for t in h}
+    elif c.routed:
+        alive = list(h)
+        for r in range(n):
+            z = {t: score(model.router.score[r], h[t])[0] for t in alive}
+            guess = {t: score(model.router.aux_score[r], h[t])[0] for t in alive} if c.sampling == "aux_router" else z
+            if causal:
+                alive = [t for t in alive if r == 0 or guess[t].sigmoid() > threshold]
+            else:
+                alive = sorted(sorted(alive, key=lambda t: -z[t])[:max(1, (c.n_rec - r) * T // c.n_rec)])
+            out = recursion({t: h[t] for t in alive}, r)
+            for t in alive:
+                h[t] = h[t] + model.router.alpha * (z[t].tanh() if c.gate == "tanh" else z[t].sigmoid()) * out[t]
+                depth[t] = r + 1
+    else:
+        for r in range(n):
+            h = recursion(h, r)
+    for block in model.last:
+        h = layer(block, "last", h)
+    return torch.stack([model.wte.weight @ norm(h[t], model.norm.weight) for t in h]), [depth[t] for t in h]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", [m for m in MODES + VARIANTS if m.get("router_arch") != "random"], ids=name)
+@pytest.mark.parametrize("causal", [True, False])
+def test_oracle(mode, causal):
+    """The model equals the loop over tokens: logits and depths, as trained and as generating."""
+    model, idx = build(**mode), rows(2, 10)
+    logits, _, routing = model(idx, causal=causal)
+    for b in range(2):
+        expected, depth = oracle(model, idx[b].tolist(), causal)
+        torch.testing.assert_close(logits[b], expected, rtol=0, atol=1e-10)
+        assert routing.depth[b].tolist() == depth
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", [dict(), dict(cache="shared"), dict(sampling="aux_router"), dict(gate="tanh"),
+                                  dict(router="token"), dict(router="none")], ids=name)
+def test_dials(mode):
+    """max_depth forces tokens out, threshold moves the exit; both as the oracle says, and never deeper than asked."""
+    model, idx = build(**mode), rows(1, 10)
+    for max_depth, threshold in [(1, 0.5), (2, 0.5), (3, 0.3), (3, 0.7)]:
+        logits, _, routing = model(idx, max_depth=max_depth, threshold=threshold)
+        expected, depth = oracle(model, idx[0].tolist(), True, max_depth, threshold)
+        torch.testing.assert_close(logits[0], expected, rtol=0, atol=1e-10)
+        assert routing.depth[0].tolist() == depth and max(depth) <= max_depth
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What must hold of any routing
+
+@torch.no_grad()
+@every_mode
+def test_causal(mode):
+    """A changed future token leaves every earlier logit and depth as it was."""
+    model, idx = build(**mode), rows(2, 16)
+    other = idx.clone()
+    other[:, 11:] = rows(2, 5, seed=9)
+    (a, _, ra), (b, _, rb) = model(idx, causal=True), model(other, causal=True)
+    torch.testing.assert_close(a[:, :11], b[:, :11], rtol=0, atol=1e-12)
+    assert torch.equal(ra.depth[:, :11], rb.depth[:, :11])
+    assert (a[:, 11:] - b[:, 11:]).abs().min(dim=2).values.max() > 1e-3
+
+
+@torch.no_grad()
+def test_topk_leaks():
+    """Expert-choice as trained sees the future: the reason why generation needs a threshold."""
+    model, idx = build(), rows(8, 16)
+    other = idx.clone()
+    other[:, 11:] = rows(8, 5, seed=9)
+    change = (model(idx, causal=False)[0] - model(other, causal=False)[0])[:, :11].abs().amax(dim=(1, 2))
+    assert change.max() > 1e-2
+
+
+@torch.no_grad()
+@every_mode
+def test_companions(mode):
+    """A row alone gives what it gives in a batch."""
+    model, idx = build(**mode), rows(4, 12)
+    together, _, routing = model(idx)
+    for b in range(4):
+        alone, _, r = model(idx[b:b + 1])
+        torch.testing.assert_close(alone[0], together[b], rtol=0, atol=1e-11)
+        assert torch.equal(r.depth[0], routing.depth[b])
+
+
+@every_mode
+def test_gradients(mode):
+    """Every parameter gets a gradient from the training loss."""
+    model = build(**{**mode, "z_coef": 0.01}).train()
+    model(rows(2, 12), rows(2, 12, seed=1))[1].backward()
+    missing = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 0]
+    assert not missing
+
+
+@torch.no_grad()
+@every_mode
+@pytest.mark.parametrize("causal", [True, False])
+def test_rows_computed(mode, causal):
+    """Exactly the routed tokens enter the shared block: nothing else is computed."""
+    model, seen = build(**mode), []
+    model.shared[0].register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    depth = model(rows(3, 13), causal=causal)[2].depth
+    expected = [int((depth > r).sum()) for r in range(model.config.n_rec)]
+    if "sequence" in model.config.sharing:   # the first layer is the same one n_rec times in a row
+        expected = [depth.numel()] * model.config.n_rec
+    assert seen == [n for n in expected if n]
+
+
+@torch.no_grad()
+def test_capacities():
+    """k of the row, not of the survivors, at least 1; sets nest; rows of one, two and three tokens work."""
+    config = MoRConfig()
+    assert config.capacity(2048) == (2048, 1365, 682) and config.capacity(1) == (1, 1, 1)
+    assert replace(config, n_rec=4).capacity(16) == (16, 12, 8, 4) and config.capacity(2) == (2, 1, 1)
+    warm = [config.capacity(256, w) for w in np.linspace(0, 1, 50)]
+    assert warm[0] == (256, 256, 256) and warm[-1] == config.capacity(256) and len(set(warm)) <= 17
+    assert all(a >= b for one, two in zip(warm, warm[1:]) for a, b in zip(one, two))
+    for mode in ({}, dict(router="token"), dict(cache="shared"), dict(router="none")):
+        model = build(**mode)
+        for T in (1, 2, 3, 32):
+            for causal in (True, False):
+                logits, loss, routing = model(rows(2, T), rows(2, T, seed=1), causal=causal)
+                assert logits.isfinite().all() and loss.isfinite() and routing.depth.min() >= 1
+                if mode in ({}, dict(cache="shared")) and not causal:
+                    k = model.config.capacity(T)
+                    assert [(routing.depth > r).sum(dim=1).tolist() for r in range(3)] == [[kr, kr] for kr in k]
+
+
+def force(model, depth):
+    """Make the routers send every token to `depth`, through the norm-free direction that all states share."""
+    h = []
+    handle = model.shared[0].register_forward_pre_hook(lambda module, args: h.append(args[0]))
+    router = model.router
+    with torch.no_grad():
+        model.wte.weight[:, 0] = 50.0
+        for score in router.score if isinstance(router.score, torch.nn.ModuleList) else [router.score]:
+            score.layers[0].weight.zero_()
+        if isinstance(router.score, torch.nn.ModuleList):
+            for r, score in enumerate(router.score):
+                score.layers[0].weight[0, 0] = 1.0 if r < depth else -1.0
+        else:
+            router.score.layers[0].weight[depth - 1, 0] = 1.0
+    handle.remove()
+    return model
+
+
+@pytest.mark.parametrize("router", ["expert", "token"])
+@pytest.mark.parametrize("cache", ["recursion", "shared"])
+def test_nobody_deeper(router, cache):
+    """Rows, or whole batches, without a token at some depth give numbers, and gradients that are numbers."""
+    for depth in (1, 2, 3):
+        model = force(build(router=router, cache=cache), depth)
+        logits, loss, routing = model(rows(2, 9), rows(2, 9, seed=1), causal=True)
+        assert (routing.depth == depth).all() and logits.isfinite().all()
+        loss.backward()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    model = build(router=router, cache=cache)   # a row that leaves early beside one that does not
+    idx = rows(64, 4)
+    depth = model(idx)[2].depth.amax(dim=1)
+    assert depth.min() < 3 == depth.max()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Routers
+
+def test_expert_losses():
+    """The auxiliary loss and its accuracy at known logits: ln 2 at z = 0, small when the threshold is the top-k."""
+    model, idx = build(), rows(2, 12)
+    with torch.no_grad():
+        for score in model.router.score:
+            score.layers[0].weight.zero_()
+    routing = model(idx, idx, causal=False)[2]
+    assert routing.losses["aux"].item() == pytest.approx(3 * math.log(2)) and routing.losses["z"].item() == 0
+    assert routing.health["agreement"].tolist() == pytest.approx([1, 2 / 3, 1 / 2])   # z >= 0 says yes to all
+    assert routing.health["load"].tolist() == pytest.approx([1 / 3] * 3) and routing.health["mean_depth"] == 2
+    z = routing.logits
+    assert z[..., 0].isfinite().all() and z[..., 2].isnan().sum() == 2 * 4
+
+
+def test_token_losses():
+    """Balance loss 1 when uniform, n_rec when collapsed; z-loss ln(n_rec)^2 at logits 0; MaxVio, entropy likewise."""
+    model, idx = build(router="token"), rows(2, 12)
+    with torch.no_grad():
+        model.router.score.layers[0].weight.zero_()
+    routing = model(idx, idx)[2]
+    assert routing.losses["balance"].item() == pytest.approx(1) and routing.health["entropy"] == pytest.approx(math.log(3))
+    assert routing.losses["z"].item() == pytest.approx(math.log(3) ** 2)
+    assert routing.health["max_vio"] == pytest.approx(2)   # ties go to one depth: the load is collapsed already
+    routing = force(model, 2)(idx, idx)[2]
+    assert routing.losses["balance"].item() == pytest.approx(3, rel=1e-6) and routing.health["entropy"] < 1e-6
+    model.router.rate = 0.001
+    model.router.update_bias(routing.health["load"])
+    assert model.router.bias.tolist() == pytest.approx([0.001, -0.001, 0.001])
+
+
+def test_total_loss():
+    """loss is lm plus each term by its coefficient."""
+    for options, coef in [(dict(aux_coef=0.5, z_coef=0.25), dict(aux=0.5, z=0.25)), (dict(), dict(aux=0.001, z=0)),
+                          (dict(router="token"), dict(balance=0.1, z=1e-5)),
+                          (dict(router="token", balance="loss_free"), dict(balance=0, z=1e-5))]:
+        _, loss, routing = build(**options).train()(rows(2, 12), rows(2, 12, seed=1))
+        terms = routing.losses
+        assert set(terms) == {"lm", *coef}
+        assert loss.item() == pytest.approx((terms["lm"] + sum(c * terms[n] for n, c in coef.items())).item(), rel=1e-12)
+
+
+@torch.no_grad()
+def test_random_routing():
+    """The paper's baseline: capacities as always, anew in training; repeatable, causal and as deep when generating."""
+    model, idx = build(router_arch="random", block_size=1024, n_layer=3), rows(2, 900)
+    assert not list(model.router.parameters())
+    assert torch.equal(model(idx)[2].depth, model(idx)[2].depth)
+    model.train()
+    a, b = model(idx)[2].depth, model(idx)[2].depth
+    assert not torch.equal(a, b) and [(a > r).sum(dim=1).tolist() for r in range(3)] == [[900] * 2, [600] * 2, [300] * 2]
+    load = model(idx, causal=True)[2].health["load"].tolist()
+    assert load == pytest.approx([1 / 3] * 3, abs=0.05)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("router", ["expert", "token", "none"])
+def test_half_precision(router):
+    """bfloat16 weights, or autocast over float32 ones: router logits stay float32, the residual stream under autocast too."""
+    model, seen = build(router=router).float(), []
+    model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, loss, routing = model(rows(2, 9), rows(2, 9))
+    assert seen == [torch.float32] and logits.dtype == torch.bfloat16
+    assert loss.dtype == routing.logits.dtype == torch.float32
+    logits, loss, routing = model.bfloat16()(rows(2, 9), rows(2, 9))
+    assert logits.dtype == torch.bfloat16 and loss.dtype == routing.logits.dtype == torch.float32
+
+
+def test_config_errors():
+    """Impossible models raise one sentence with the field, its value and what to do."""
+    for options, words in [
+            (dict(sharing="sequence"), "sharing=sequence"), (dict(n_embd=100, n_head=3), "n_embd=100"),
+            (dict(n_head=15, n_kv_head=4), "n_kv_head=4"), (dict(n_rec=0), "n_rec=0"), (dict(n_layer=2), "n_layer=2"),
+            (dict(router="expart"), "'expart'"), (dict(gate="tanh", router="token"), "gate=tanh"),
+            (dict(alpha=-2.0), "alpha=-2.0"), (dict(aux_coef=math.nan), "aux_coef=nan"), (dict(z_coef=-0.5), "z_coef"),
+            (dict(router_arch="random", router="token"), "router_arch=random"), (dict(vocab_size=0), "vocab_size=0")]:
+        with pytest.raises(ValueError, match=".") as error:
+            MoRConfig(**options)
+        assert words in str(error.value) and "\n" not in str(error.value)
+    model = build()
+    for options, words in [(dict(max_depth=4), "max_depth=4"), (dict(threshold=1.0), "threshold=1.0")]:
+        with pytest.raises(ValueError, match=words):
+            model(rows(1, 4), **options)
+    with pytest.raises(ValueError, match="row of 33 tokens"):
+        model(rows(1, 33))
+    with pytest.raises(ValueError, match="max_depth=1 must"):
+        build(router="none", sharing="sequence")(rows(1, 4), max_depth=1)
+    MoRConfig(n_rec=1, sharing="sequence"), MoRConfig(router="none", sharing="middle_sequence")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Sharing and costs
+
+def test_weights_stay_shared(tmp_path):
+    """One block, however often it is applied: after a step, save, load, copy to another dtype, and compile."""
+    model = build().train()
+    count = sum(p.numel() for p in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(rows(2, 12), rows(2, 12))[1].backward()
+    optimizer.step()
+    torch.save(model.state_dict(), tmp_path / "m.pt")
+    other = MoR(model.config).to(torch.float64)
+    other.load_state_dict(torch.load(tmp_path / "m.pt", weights_only=True))
+    for m in (model, other, torch.compile(other, backend="eager")._orig_mod):
+        calls = []
+        for block in m.shared:
+            block.attn.register_forward_hook(lambda module, args, out: calls.append(module.q_proj.weight.data_ptr()))
+        logits = m.eval()(rows(1, 8))[0]
+        assert len(set(calls)) == 2 and m.lm_head.weight is m.wte.weight
+        assert sum(p.numel() for p in m.parameters()) == count
+        torch.testing.assert_close(logits, model.eval()(rows(1, 8))[0])
+    assert sum(p.numel() for p in build(n_rec=1).parameters()) > count
+
+
+def test_parameters():
+    """The paper's counts (Table 3 and 6) for every preset, and the formula equals the model."""
+    count = lambda preset, n_rec: n_params(MoRConfig(**PRESETS[preset], n_rec=n_rec, router="none"), embedding=False) / 1e6
+    for preset, n_rec, millions in [("360m", 1, 314.6), ("360m", 2, 167.1), ("360m", 3, 118.0), ("360m", 4, 98.3),
+                                    ("135m", 1, 106.2), ("135m", 3, 42.5), ("730m", 1, 654.4), ("730m", 3, 251.7),
+                                    ("1.7b", 1, 1610.7), ("1.7b", 2, 872.5), ("1.7b", 3, 671.1)]:
+        assert count(preset, n_rec) == pytest.approx(millions, abs=0.1)
+    depth = lambda preset, n_rec: MoRConfig(**PRESETS[preset], n_rec=n_rec).effective_depth
+    assert [depth("135m", 3), depth("360m", 3), depth("360m", 4), depth("730m", 3), depth("1.7b", 2)] == [32, 32, 34, 26, 24]
+    for mode in MODES + VARIANTS:
+        model = build(**mode)
+        assert sum(p.numel() for p in model.parameters()) == n_params(model.config)
+
+
+def test_paper_flops():
+    """The paper's accounting, from which its step counts follow (MFLOPs per token at T=2048)."""
+    for options, mega in [(dict(n_rec=1), 833.6), (dict(n_rec=2), 623.5), (dict(n_rec=3), 555.6), (dict(n_rec=4), 553.5),
+                          (dict(n_rec=3, cache="shared"), 536.2), (dict(n_rec=3, router="none"), 833.6)]:
+        assert flops_per_token(MoRConfig(**PRESETS["360m"], **options), 2048, paper=True) / 1e6 == pytest.approx(mega, abs=0.05)
+
+
+@pytest.mark.parametrize("mode", [m for m in MODES + VARIANTS if m.get("router") != "token"], ids=name)
+def test_flops(mode):
+    """torch.utils.flop_counter agrees with the formula: what routing leaves out really is not computed.
+
+    (Token-choice has the loads that it happens to have; test_rows_computed counts those.)"""
+    from torch.utils.flop_counter import FlopCounterMode
+    aten = torch.ops.aten
+    attention = lambda q, k, v, *args, **kwargs: 4 * q[0] * q[1] * q[2] * k[2] * q[3]
+    counter = FlopCounterMode(display=False, custom_mapping={aten._scaled_dot_product_flash_attention_for_cpu: attention})
+    model = build(**mode)
+    with counter, torch.no_grad():
+        model(rows(2, 24), causal=False)
+    assert counter.get_total_flops() == pytest.approx(2 * 24 * flops_per_token(model.config, 24), rel=1e-9)
+
+
+def test_kv_bytes():
+    """The paper's cache sizes (Table 2): (n_rec + 1) / 2 n_rec of vanilla, or 1 / n_rec, apart from the two full layers."""
+    for n_rec in (2, 3, 4):
+        c = MoRConfig(**{**PRESETS["360m"], "n_layer": 24}, n_rec=n_rec, sharing="cycle")
+        vanilla = kv_bytes_per_token(replace(c, n_rec=1))
+        assert vanilla == 24 * 2 * 5 * 64 * 2
+        assert kv_bytes_per_token(c) / vanilla == pytest.approx((n_rec + 1) / (2 * n_rec))
+        assert kv_bytes_per_token(replace(c, cache="shared")) / vanilla == pytest.approx(1 / n_rec)
+    assert kv_bytes_per_token(MoRConfig(n_rec=3)) / kv_bytes_per_token(MoRConfig(n_rec=1)) == pytest.approx(0.688, abs=1e-3)
+
+
+def test_compile():
+    """The expert-choice training step is one graph without a break, and a capacity warm-up makes at most three."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+    torch._dynamo.reset()
+    for cache in ("recursion", "shared"):
+        graphs.clear()
+        model = build(cache=cache).train()
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        for step in range(20):
+            k = model.config.capacity(32, step / 15)
+            _, loss, routing = compiled(rows(2, 32, seed=step), rows(2, 32), causal=False, k=k)
+            loss.backward()
+        assert 1 <= len(graphs) <= 3
+        expected = model(rows(2, 32, seed=19), rows(2, 32), causal=False)
+        torch.testing.assert_close(loss, expected[1])
+        assert torch.equal(routing.depth, expected[2].depth)
