@@ -5,7 +5,11 @@ computed with the authors' released code, an oracle below that loops over tokens
 """
 import json
 import math
-from dataclasses import replace
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +17,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mor import MoR, MoRConfig, PRESETS, Score, flops_per_token, kv_bytes_per_token, n_params
+import sample
+import train
+from data import python_source
+from data.shards import Reader, read_tokens, val_batches, write_tokens
+from mor import MoR, MoRConfig, PRESETS, flops_per_token, kv_bytes_per_token, n_params, pick
 
 torch.set_num_threads(1)   # tiny tensors: a second thread only waits
 ROOT = Path(__file__).resolve().parent
@@ -552,3 +560,327 @@ def test_compile():
         expected = model(rows(2, 32, seed=19), rows(2, 32), causal=False)
         torch.testing.assert_close(loss, expected[1])
         assert torch.equal(routing.depth, expected[2].depth)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# train.py: options, schedule, checkpoints
+
+SMALL = ["--block_size=32", "--n_layer=5", "--n_embd=32", "--n_head=2", "--n_kv_head=1", "--n_ff=48", "--batch_size=2",
+         "--eval_batches=2", "--log_interval=5", "--device=cpu", "--dtype=float32"]
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "novel.txt"
+    path.write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(3000)))
+    return path
+
+
+@pytest.fixture
+def go(tmp_path, text, monkeypatch):
+    """Run train.main in tmp_path with small sizes and the options given."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *options: train.main([f"--data={text}", "--data_dir=data", *SMALL, *options])
+
+
+def refusal(main, argv, capsys):
+    """The one line with which a command refuses argv."""
+    with pytest.raises(SystemExit) as stop:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.argv", ["x.py", *argv])
+            train.guarded(main)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.count("\n") == 1 and "Traceback" not in err
+    return err
+
+
+def weights(path):
+    return torch.load(path, weights_only=True)["model"]
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_parse():
+    """What people type: with = or a space, 1e3 for a whole number, any case for a bool; only what was given counts."""
+    parse = lambda *argv: train.parse(argv, "", MoRConfig, train.TrainConfig)
+    assert parse() == {}
+    assert parse("--n_rec", "2", "--max_steps=1e3", "--compile=True", "--learning_rate=1", "--out_dir=2024", "--n_head=6.0",
+                 "--data=a=b", "--alpha=-1", "--warmup_steps=-1") == dict(
+        n_rec=2, max_steps=1000, compile=True, learning_rate=1.0, out_dir="2024", n_head=6, data="a=b", alpha=-1.0,
+        warmup_steps=-1)
+    assert {f.name for f in fields(MoRConfig)} & {f.name for f in fields(train.TrainConfig)} == set()
+    for preset in PRESETS.values():
+        MoRConfig(**preset)
+
+
+@pytest.mark.parametrize("option, words", [
+    ("--n_recs=3", "did you mean --n_rec?"), ("--n_rec=2.5", "'2.5' is not a whole number"), ("--compile=maybe", "'maybe'"),
+    ("--router=expart", "'expart'"), ("--n_embd=100", "n_embd=100"), ("--max_steps=0", "max_steps=0"), ("--n_rec", "n_rec"),
+    ("--learning_rate=nan", "learning_rate=nan"), ("--seed=-1", "seed=-1"), ("--keep_steps=a", "keep_steps=a"),
+    ("--device=cuda:99", "--device=cuda:99"), ("--device=abacus", "--device=abacus"), ("--dtype=float8", "'float8'"),
+    ("--data=nowhere.txt", "nowhere.txt does not exist"), ("--data=empty.txt", "empty.txt holds no text"),
+    ("--data=short.txt", "--block_size"), ("--data=hollow", "hollow holds no text"), ("--resume=nowhere", "nowhere"),
+    ("--resume=empty.txt", "empty.txt is not a checkpoint"), ("--resume=foreign.pt", "foreign.pt is not a checkpoint"),
+    ("--vocab_size=100", "vocab_size=100"), ("--out_dir=empty.txt", "empty.txt"), ("--model=huge", "'huge'"), ("tiny", "tiny"),
+    ("--batch_size=1e12", "memory"), ("--sharing=sequence", "sharing=sequence"), ("--seed=1e30", "seed=")])
+def test_bad_input(option, words, tmp_path, monkeypatch, capsys):
+    """One line that names the value, exit code 2, and nothing written."""
+    monkeypatch.chdir(tmp_path)
+    Path("empty.txt").touch(), Path("short.txt").write_text("too short"), Path("hollow").mkdir()
+    torch.save({"weights": torch.zeros(3)}, "foreign.pt")
+    assert words in refusal(train.main, [option, "--data_dir=d", "--max_steps=1"] if "data" in option else [option], capsys)
+    assert not list(tmp_path.rglob("ckpt.pt"))
+
+
+def test_help(capsys):
+    """--help shows every option with its comment and default."""
+    with pytest.raises(SystemExit) as stop:
+        train.parse(["--help"], train.__doc__, MoRConfig, train.TrainConfig)
+    out = capsys.readouterr().out
+    assert stop.value.code == 0 and out.count("(default:") == len(fields(MoRConfig)) + len(fields(train.TrainConfig))
+    assert "last 20 % of the steps" in " ".join(out.split())
+
+
+def test_schedule():
+    """wsd: linear up, flat, linear down over the last fifth; cosine: from the peak to a tenth of it."""
+    c = train.TrainConfig(max_steps=1000, learning_rate=1.0)
+    lr = [train.lr_at(s, c) for s in range(1000)]
+    assert lr[0] == 1 / 50 and lr[49] == lr[50] == lr[800] == 1 and lr[900] == 0.5 and lr[999] == pytest.approx(1 / 200)
+    c = replace(c, schedule="cosine", warmup_steps=0)
+    assert train.lr_at(0, c) == 1 and train.lr_at(500, c) == pytest.approx(0.55) and train.lr_at(1000, c) == pytest.approx(0.1)
+    for steps in (1, 2, 3):
+        for schedule in ("wsd", "cosine"):
+            c = train.TrainConfig(max_steps=steps, schedule=schedule, learning_rate=1.0)
+            assert all(0 < train.lr_at(s, c) <= 1 for s in range(steps))
+
+
+@pytest.mark.parametrize("options", [["--router_arch=random"], ["--router=token", "--balance=loss_free"],
+                                     ["--sampling=aux_router", "--grad_accum=2", "--capacity_warmup=15"]], ids="".join)
+def test_resume(go, options):
+    """10 steps, a stop, and 10 more equal 20, bit for bit: weights, optimizer, RNG, data."""
+    go(*options, "--max_steps=20", "--keep_steps=10", "--out_dir=whole")
+    go("--resume=whole/step_10.pt", "--out_dir=half")
+    a, b = (torch.load(f"{d}/ckpt.pt", weights_only=True) for d in ("whole", "half"))
+    assert a["step"] == b["step"] == 20 and same(a["model"], b["model"]) and a["reader"] == b["reader"]
+    assert torch.equal(a["rng"], b["rng"]) and not same(a["model"], weights("whole/step_10.pt"))
+
+
+def test_branch(go, capsys):
+    """A plateau checkpoint resumed with a smaller max_steps cools down; what contradicts the checkpoint is refused."""
+    go("--max_steps=20", "--keep_steps=8", "--out_dir=long")
+    go("--resume=long/step_8.pt", "--max_steps=10", "--out_dir=branch")
+    lr = [json.loads(line)["lr"] for line in open("branch/log.jsonl") if '"lr"' in line]
+    assert lr == pytest.approx([4e-3 * 0.5]) and torch.load("branch/ckpt.pt", weights_only=True)["step"] == 10
+    before = weights("long/ckpt.pt")
+    for options, words in [(["--resume=long/step_8.pt"], "long/ckpt.pt would be overwritten"),
+                           (["--out_dir=long"], "long/ckpt.pt would be overwritten"),
+                           (["--resume=long"], "at step 20 already"),
+                           (["--resume=long", "--n_rec=2", "--max_steps=30"], "--n_rec=2 contradicts n_rec=3"),
+                           (["--resume=long", "--seed=1", "--max_steps=30"], "--seed=1 contradicts seed=1337")]:
+        assert words in refusal(lambda argv: go(*argv), options, capsys)
+    assert same(before, weights("long/ckpt.pt"))
+    go("--resume=long", "--max_steps=22")
+    assert torch.load("long/ckpt.pt", weights_only=True)["step"] == 22
+
+
+def test_interrupt(go, monkeypatch, capsys):
+    """Ctrl-C finishes the step and saves; a run shorter than the evaluation interval saves; going on is exact."""
+    go("--max_steps=12", "--out_dir=whole")
+    step = train.Run.train_step
+
+    def pressed(run):
+        numbers = step(run)
+        os.kill(os.getpid(), signal.SIGINT) if run.step == 7 else None
+        return numbers
+    monkeypatch.setattr(train.Run, "train_step", pressed)
+    assert go("--max_steps=12", "--out_dir=out") == 130
+    assert "python train.py --resume=out" in capsys.readouterr().out
+    assert torch.load("out/ckpt.pt", weights_only=True)["step"] == 7
+    assert go("--resume=out") == 0 and same(weights("whole/ckpt.pt"), weights("out/ckpt.pt"))
+
+
+def test_killed_while_saving(go, monkeypatch):
+    """kill -9, or a full disk, in the middle of a save leaves the last checkpoint as it was."""
+    go("--max_steps=5")
+    before = weights("out/ckpt.pt")
+    code = ("import os, sys, torch, train; save = torch.save\n"
+            "def half(state, f): save(state, f); f.flush(); os.truncate(f.name, 1000); os.kill(os.getpid(), 9)\n"
+            "torch.save = half; sys.argv[0] = 'train.py'; train.main(sys.argv[1:])")
+    argv = [sys.executable, "-c", code, "--data_dir=data", "--resume=out", "--max_steps=6"]
+    result = subprocess.run(argv, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+    assert result.returncode == -9 and Path("out/ckpt.tmp").stat().st_size == 1000
+    assert same(before, weights("out/ckpt.pt"))
+    go("--resume=out", "--max_steps=7")
+    assert torch.load("out/ckpt.pt", weights_only=True)["step"] == 7
+
+
+def test_accumulation(go):
+    """One batch of 8 and four of 2 make the same step, the auxiliary loss included."""
+    configs = []
+    for batch_size, grad_accum in ((8, 1), (2, 4)):
+        go(f"--batch_size={batch_size}", f"--grad_accum={grad_accum}", "--max_steps=1", "--aux_coef=1", "--learning_rate=1e-3",
+           f"--out_dir=out{batch_size}")
+        configs.append(torch.load(f"out{batch_size}/ckpt.pt", weights_only=True))
+    a, b = (c["optimizer"]["state"] for c in configs)
+    assert configs[0]["reader"] == configs[1]["reader"]
+    for i in a:
+        torch.testing.assert_close(a[i]["exp_avg"], b[i]["exp_avg"], rtol=1e-4, atol=1e-7)
+
+
+def test_log_and_learning(go, capsys):
+    """The loss falls in every mode; the log line and log.jsonl carry loss, rate, speed and the router's health."""
+    for options, words in [([], ["depth 1.9", "aux ", "agree [", "dead "]), (["--cache=shared"], ["aux "]),
+                           (["--router=token"], ["balance ", "max_vio ", "entropy "]), (["--n_rec=1"], ["loss "]),
+                           (["--router=none", "--sharing=sequence"], ["loss "])]:
+        out = "-".join(options) or "out"
+        go(*options, "--max_steps=40", f"--out_dir={out}", "--eval_interval=20", "--learning_rate=1e-2")
+        printed = capsys.readouterr().out
+        assert all(word in printed for word in ["step 40/40 | loss ", "eval 40/40 | causal ", " | eta ", *words])
+        records = [json.loads(line) for line in open(f"{out}/log.jsonl")]
+        losses = [r["lm"] for r in records if "lm" in r]
+        evals = [r for r in records if "val_causal" in r]
+        assert losses[-1] < losses[0] - 1 and len(evals) == 2 and evals[-1]["val_causal"] < 4
+        assert records[0]["config"]["vocab_size"] == 257 and math.isfinite(evals[-1]["val_mean_depth"])
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# data/: one format, one reader
+
+def shard_files(folder, lengths):
+    """Shards whose tokens count on from 0 over all of them."""
+    start, paths = 0, []
+    for i, n in enumerate(lengths):
+        write_tokens(folder / f"{i}.bin", [np.arange(start, start + n, dtype=np.uint16)])
+        start, paths = start + n, [*paths, folder / f"{i}.bin"]
+    return lambda i: paths[i] if i < len(paths) else None
+
+
+@pytest.mark.parametrize("lengths", [[8], [9], [10], [17], [5, 9, 30], [3, 0, 4, 12], [40]])
+def test_reader(lengths, tmp_path):
+    """An epoch gives every window of every shard once, targets are inputs shifted by one, and epochs differ."""
+    B, T = 2, 4
+    reader = Reader(shard_files(tmp_path, lengths), B, T, seed=1)
+    starts = np.cumsum([0, *lengths])
+    expected = sorted(int(s + i * T) for s, n in zip(starts, lengths) for i in range(max(0, n - 1) // T))
+    epochs = []
+    for _ in range(2):
+        firsts = []
+        while len(firsts) < len(expected):   # B divides no epoch in general: batches run over the edge
+            x, y = next(reader)
+            assert x.shape == (B, T) and x.dtype == torch.int64 and torch.equal(x[:, 1:], y[:, :-1])
+            assert torch.equal(y, x + 1)
+            firsts += x[:, 0].tolist()
+        epochs.append(firsts)
+    flat = [f for e in epochs for f in e]
+    n = len(expected)
+    assert sorted(flat[:n]) == expected and sorted(flat[n:2 * n]) == expected
+    state = dict(reader.state)
+    again = Reader(shard_files(tmp_path, lengths), B, T, seed=1, state=state)
+    assert all(torch.equal(next(reader)[0], next(again)[0]) for _ in range(9))
+
+
+def test_reader_order(tmp_path):
+    """Windows come in an order that the seed and the epoch decide."""
+    first = lambda seed, n: [next(r)[0][0, 0].item() for r in [Reader(shards, 1, 4, seed)] for _ in range(n)]
+    shards = shard_files(tmp_path, [401])
+    a = first(1, 200)
+    assert a == first(1, 200) and a != first(2, 200) and a[:100] != a[100:] and a[:100] != sorted(a[:100])
+
+
+def test_token_files(tmp_path):
+    """What is not a whole token file is refused; large ids survive uint16; too little text says so."""
+    path = tmp_path / "a.bin"
+    write_tokens(path, [np.array([0, 65535], dtype=np.uint16), np.array([40000], dtype=np.uint16)])
+    assert read_tokens(path).tolist() == [0, 65535, 40000] and path.stat().st_size == 1024 + 6
+    assert np.fromfile(path, dtype=np.int32, count=3).tolist() == [20240520, 1, 3]
+    assert next(Reader(lambda i: path if i == 0 else None, 1, 2, 0))[1].tolist() == [[65535, 40000]]
+    for content in (path.read_bytes()[:-2], path.read_bytes() + b"xx", b"<html>", b"\0" * 2000, b""):
+        (tmp_path / "b.bin").write_bytes(content)
+        with pytest.raises(ValueError, match="b.bin is"):
+            read_tokens(tmp_path / "b.bin")
+    for use in (lambda: next(Reader(shard_files(tmp_path, [4]), 1, 4, 0)), lambda: Reader(lambda i: None, 1, 4, 0),
+                lambda: val_batches(path, 1, 4, 1, torch.device("cpu"))):
+        with pytest.raises(ValueError, match="--block_size"):
+            use()
+
+
+def test_val_batches(tmp_path):
+    """The same windows every time, spread over the whole file, each once, the last batch as short as it must be."""
+    write_tokens(tmp_path / "v.bin", [np.arange(1001, dtype=np.uint16)])
+    batches = val_batches(tmp_path / "v.bin", 8, 10, 4, torch.device("cpu"))
+    firsts = torch.cat([x[:, 0] for x, _ in batches]).tolist()
+    assert len(firsts) == 32 and firsts[0] == 0 and firsts[-1] == 990 and len(set(firsts)) == 32
+    assert [len(x) for x, _ in val_batches(tmp_path / "v.bin", 64, 10, 4, torch.device("cpu"))] == [64, 36]
+
+
+def test_bytes(tmp_path):
+    """Any bytes make the round trip; the split goes by name; other text gets another folder."""
+    every = bytes(range(256)) + "déjà vu \N{SNOWMAN}".encode()
+    assert python_source.decode(python_source.encode(every)) == every
+    assert python_source.decode(python_source.encode("é\udcff")) == b"\xc3\xa9\xff"   # as argv brings bytes that are no UTF-8
+    folder = tmp_path / "texts"
+    (folder / "deep").mkdir(parents=True)
+    for i in range(40):
+        (folder / "deep" / f"{i:02}.txt").write_bytes(b"%d" % (i % 10) * 50)
+    (folder / ".hidden").write_text("no"), (folder / "binary").write_bytes(b"no\0")
+    source = python_source.source(str(folder), tmp_path / "data")
+    val, train_tokens = read_tokens(source.val).tolist(), read_tokens(source.train(0)).tolist()
+    assert val == ([ord("9")] * 50 + [256]) * 2 and len(train_tokens) == 38 * 51 and source.train(1) is None
+    assert source.vocab_size == 257 and max(train_tokens) == 256
+    (folder / "deep" / "00.txt").write_text("changed")
+    assert python_source.source(str(folder), tmp_path / "data").name != source.name
+    single = python_source.source(str(folder / "deep" / "01.txt"), tmp_path / "data")
+    assert [len(read_tokens(p)) for p in (single.train(0), single.val)] == [48, 4]
+
+
+def test_python_source(tmp_path):
+    """The default data: about 10 MB of the standard library, the same split every time."""
+    source = python_source.source("python", tmp_path)
+    train_tokens, val = read_tokens(source.train(0)), read_tokens(source.val)
+    assert len(train_tokens) > 5e6 and 0.02 < len(val) / len(train_tokens) < 0.1
+    assert b"import" in python_source.decode(val.tolist())
+    built = source.val.stat().st_mtime_ns
+    assert python_source.source("python", tmp_path).val.stat().st_mtime_ns == built
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# sample.py
+
+def test_pick():
+    """Sampling follows the probabilities, never leaves the top k, and any number in [0, 1) gives a token."""
+    logits = torch.tensor([[0.0, math.log(2), -math.inf, math.log(5)]])
+    u = (torch.arange(8000) + 0.5) / 8000
+    draws = lambda **options: pick(logits.expand(8000, -1), u, **options).bincount(minlength=4).tolist()
+    assert draws() == [1000, 2000, 0, 5000] and draws(top_k=4) == draws(top_k=99) == draws(top_k=0)
+    assert draws(temperature=0) == draws(top_k=1) == [0, 0, 0, 8000] and draws(top_k=2)[0] == 0
+    assert draws(temperature=0.5) == pytest.approx([8000 / 30, 8000 * 4 / 30, 0, 8000 * 25 / 30], abs=1)
+    edge = torch.tensor([0.0, 1 - 2**-24, 1 - 1e-16], dtype=torch.float64)
+    masked = torch.tensor([[-math.inf, 0.1, 0.3, -math.inf]]).expand(3, -1)
+    assert pick(masked, edge).tolist() == [1, 2, 2]
+
+
+def test_sample(go, capsys, monkeypatch):
+    """Text, depths and a legend; repeatable by seed; prompts of any bytes; bad input in one line."""
+    assert "python train.py --n_rec=3" in refusal(sample.main, [], capsys)
+    go("--max_steps=3")
+    capsys.readouterr()
+
+    def run(*options):
+        sample.main(["--device=cpu", "--max_new_tokens=20", *options])
+        return capsys.readouterr().out
+    text = run()
+    assert "depth  1:" in text and " mean " in text and " of 3 over " in text and text == run() != run("--seed=1")
+    assert "\033[48;5;" in run("--color=always") and "\033" not in text
+    assert " mean 1.00 of 3 over 20 tokens" in run("--max_depth=1")
+    assert run("--num_samples=2", "--seed=5").count("--- ") == 2
+    assert run("--temperature=0") == run("--temperature=0", "--seed=9") == run("--top_k=1", "--seed=3")
+    assert "over 0 tokens" in run("--max_new_tokens=0") and "over 31 tokens" in run("--max_new_tokens=99")
+    for prompt in ("def f(", "é\N{SNOWMAN}", "\udcff\udc80", "\0\x1b[2J"):
+        out = run(f"--prompt={prompt}")
+        assert "\x1b" not in out and out
+    for option, words in [("--prompt=" + "x" * 40, "the prompt has 40 tokens"), ("--temperature=-1", "temperature=-1"),
+                          ("--top_k=-1", "top_k=-1"), ("--max_new_tokens=-1", "max_new_tokens=-1"), ("--max_depth=4", "max_depth=4"),
+                          ("--num_samples=0", "num_samples=0"), ("--threshold=2", "threshold=2"), ("--out_dir=no", "no")]:
+        assert words in refusal(sample.main, [option], capsys)

@@ -56,17 +56,15 @@ class TrainConfig:
     compile: bool = False  # torch.compile the training step
 
     def __post_init__(self):
-        for name in ("max_steps", "batch_size", "grad_accum", "eval_interval", "eval_batches", "log_interval"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for f in fields(self):
+            if f.type is int and getattr(self, f.name) < min(1, f.default):
+                raise ValueError(f"{f.name}={getattr(self, f.name)} must be at least {min(1, f.default)}")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"learning_rate={self.learning_rate} must be a positive number")
-        if self.warmup_steps < -1 or self.capacity_warmup < 0:
-            raise ValueError(f"warmup_steps={self.warmup_steps} and capacity_warmup={self.capacity_warmup} count steps")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} must be 0 to {2**32 - 1}")
         if not re.fullmatch(r"(\d+(,\d+)*)?", self.keep_steps):
-            raise ValueError(f"keep_steps={self.keep_steps} must be steps with commas between, as in 400,800")
+            raise ValueError(f"keep_steps={self.keep_steps} must be steps with commas between them, as in 400,800")
 
 
 # What a resumed run may change; all else decides what is computed, and has to be as the checkpoint says.
@@ -86,22 +84,18 @@ def guarded(main):
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:   # the reader of our output has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
     except (ValueError, OSError) as error:
         fail(error)
     except (RuntimeError, MemoryError) as error:
         if "memory" not in str(error):
             raise
-        fail("out of memory: choose a smaller --batch_size (with a larger --grad_accum), --block_size or --model")
+        fail("out of memory: choose a smaller --batch_size (and a larger --grad_accum), --block_size or --model")
 
 
 def whole(text):
-    value = float(text)
-    if not value.is_integer():
+    if not float(text).is_integer():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(value)
+    return int(float(text))
 
 
 def boolean(text):
@@ -110,30 +104,24 @@ def boolean(text):
     return text.lower() in ("true", "1")
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        fail(message + " (see --help)")
-
-
 def parse(argv, doc, *classes):
     """The options that were given, by name. Each field of the dataclasses is an option, the comment behind it its help."""
-    parser = Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS, description=doc,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = []
+    parser = argparse.ArgumentParser(allow_abbrev=False, argument_default=argparse.SUPPRESS, description=doc,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = fail
     for cls in classes:
         group = parser.add_argument_group(cls.__name__)
         notes = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.MULTILINE))
         for f in fields(cls):
             literal = get_origin(f.type) is Literal
-            kind = str if literal else {bool: boolean, int: whole}.get(f.type, f.type)
-            note = f"{notes[f.name]} (default: {f.default})".replace("%", "%%")
-            group.add_argument(f"--{f.name}", type=kind, choices=get_args(f.type) if literal else None,
-                               metavar=None if literal else f.type.__name__.upper(), help=note)
-            names.append(f"--{f.name}")
+            group.add_argument(f"--{f.name}", help=f"{notes[f.name]} (default: {f.default})".replace("%", "%%"),
+                               type=str if literal else {bool: boolean, int: whole}.get(f.type, f.type),
+                               choices=get_args(f.type) if literal else None,
+                               metavar=None if literal else f.type.__name__.upper())
     given, unknown = parser.parse_known_args(argv)
     if unknown:
-        near = difflib.get_close_matches(unknown[0].split("=")[0], names, n=1)
-        fail(f"unknown option {unknown[0]}" + (f"; did you mean {near[0]}?" if near else "; --help lists them all"))
+        near = difflib.get_close_matches(unknown[0].split("=")[0], parser._option_string_actions, n=1)
+        fail(f"unknown option {unknown[0]}; " + (f"did you mean {near[0]}?" if near else "--help lists them all"))
     return vars(given)
 
 
@@ -142,55 +130,64 @@ def pick_device(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
+        return torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device={name} cannot be used here ({str(error).splitlines()[0]}): try --device=cpu") from None
-    return device
 
 
 def machine(device):
     """Defaults that depend on the machine, and why."""
     if device.type == "cuda":
-        return dict(dtype="bfloat16", compile=True), "a GPU: bfloat16 and torch.compile"
-    abilities = getattr(torch.cpu, "get_capabilities", dict)()
-    if device.type == "cpu" and any(abilities.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16")):
-        return dict(dtype="bfloat16"), "no GPU; bfloat16, which this processor multiplies natively"
-    return {}, "no GPU; float32, since this processor does not multiply bfloat16 natively"
+        return dict(dtype="bfloat16", compile=True), "a GPU, so bfloat16 and compiled"
+    abilities = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
+    if any(abilities.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16")):
+        return dict(dtype="bfloat16"), "no GPU, but a processor that multiplies bfloat16"
+    return {}, "no GPU and no processor that multiplies bfloat16, so float32"
 
 
 def settle(given, checkpoint):
-    """MoRConfig and TrainConfig of this run: command line over checkpoint, or over preset and machine."""
-    model_fields = {f.name for f in fields(MoRConfig)}
+    """MoRConfig and TrainConfig of this run: the command line over the checkpoint, or over preset and machine."""
     if checkpoint:
-        base = {**checkpoint["config"], **checkpoint["train_config"]}
+        base = {**checkpoint["config"], **checkpoint["train_config"], "out_dir": str(checkpoint["path"].parent)}
         for name, value in given.items():
             if name not in CHANGEABLE and value != base[name]:
-                raise ValueError(f"--{name}={value} contradicts {name}={base[name]} of the checkpoint {given['resume']}: "
-                                 f"leave the option out, or start anew with another --out_dir")
-        base["out_dir"] = str(checkpoint["path"].parent)
+                raise ValueError(f"--{name}={value} contradicts {name}={base[name]} of {checkpoint['path']}: leave the option "
+                                 "out, or start a new run with another --out_dir and without --resume")
     else:
         base = {**machine(pick_device(given.get("device", "auto")))[0], **PRESETS[given.get("model", "tiny")]}
     base.update(given)
+    model_fields = {f.name for f in fields(MoRConfig)}
     return (MoRConfig(**{k: v for k, v in base.items() if k in model_fields}),
             TrainConfig(**{k: v for k, v in base.items() if k not in model_fields}))
+
+
+def check_out_dir(tc, checkpoint):
+    """Make out_dir. Nothing is overwritten, but for a ckpt.pt by the run that goes on from it."""
+    out, mine = Path(tc.out_dir), checkpoint and checkpoint["path"].resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    others = [p for p in sorted(out.glob("ckpt.pt" if checkpoint else "*.pt")) if p.resolve() != mine]
+    if others:
+        raise ValueError(f"{others[0]} would be overwritten: go on from it with --resume={out}, or choose another --out_dir")
+    if checkpoint and checkpoint["step"] >= tc.max_steps:
+        raise ValueError(f"{checkpoint['path']} is at step {checkpoint['step']} already: give a --max_steps above "
+                         f"{tc.max_steps} to go on")
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # Checkpoints: tensors and plain types only, so that torch.load needs no trust
 
-def load_checkpoint(path, device="cpu"):
-    """The checkpoint in a file, or in the ckpt.pt of a folder; ValueError if there is none, or it is not one of ours."""
+def load_checkpoint(path):
+    """What `Run.save` wrote to a file, or to the ckpt.pt of a folder, and its model. ValueError if there is none."""
     path = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
     if not path.is_file():
-        raise ValueError(f"there is no checkpoint {path} yet: train one first with python train.py --n_rec=3")
+        raise ValueError(f"there is no checkpoint {path}: train one first with python train.py --n_rec=3")
     try:
-        checkpoint = torch.load(path, map_location=device, weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         model = MoR(MoRConfig(**checkpoint["config"]))
         model.load_state_dict(checkpoint["model"])
-        assert set(checkpoint["train_config"]) == {f.name for f in fields(TrainConfig)}, "its options are other ones"
+        TrainConfig(**checkpoint["train_config"])
     except Exception as error:
-        raise ValueError(f"{path} is not a checkpoint of this project ({str(error).splitlines()[0][:100]})") from None
+        raise ValueError(f"{path} is not a checkpoint of this project ({type(error).__name__}: {str(error)[:80]})") from None
     return {**checkpoint, "model": model, "path": path}
 
 
@@ -213,22 +210,21 @@ def lr_at(step, config):
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
     if config.schedule == "wsd":
-        return config.learning_rate * min(1.0, (config.max_steps - step) / max(1.0, 0.2 * config.max_steps))
-    progress = (step - warmup) / max(1, config.max_steps - warmup)
+        return config.learning_rate * min(1.0, (config.max_steps - step) / (0.2 * config.max_steps))
+    progress = (step - warmup) / (config.max_steps - warmup)
     return config.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
 def make_optimizer(model, config):
-    """AdamW with weight decay on matrices only. `scale` is a group's share of the learning rate.
+    """AdamW with weight decay on matrices only; `scale` is a group's share of the learning rate.
 
-    As in the released code, an auxiliary router learns at ten times the rate, for nothing depends on its output.
+    As in the released code, an auxiliary router learns ten times as fast: nothing depends on what it says.
     """
-    aux = list(model.router.aux_score.parameters()) if hasattr(model.router, "aux_score") else []
-    ours = [p for p in model.parameters() if not any(p is q for q in aux)]
-    groups = [dict(params=[p for p in ours if p.dim() > 1], weight_decay=0.1, scale=1.0),
-              dict(params=[p for p in ours if p.dim() == 1], weight_decay=0.0, scale=1.0),
-              dict(params=aux, weight_decay=0.1, scale=10.0)]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+    groups = {}
+    for name, p in model.named_parameters():
+        groups.setdefault((0.1 if p.dim() > 1 else 0.0, 10.0 if "aux_score" in name else 1.0), []).append(p)
+    return torch.optim.AdamW([dict(params=p, weight_decay=decay, scale=scale) for (decay, scale), p in groups.items()],
+                             lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
 def autocast(device, dtype):
@@ -236,79 +232,75 @@ def autocast(device, dtype):
 
 
 @torch.no_grad()
-def evaluate(model, batches, precision):
-    """Validation loss as generation routes (causal), and for expert-choice as training routes (topk), with the health
-    numbers: share of tokens per depth, mean depth, agreement of threshold and top-k, dead positions."""
-    c, sums, training = model.config, {}, model.training
-    expert = c.routed and c.router == "expert"
-    alive = torch.zeros(c.block_size, dtype=torch.bool, device=batches[0][0].device)
+def evaluate(model, batches, dtype):
+    """Validation loss as generation routes (causal), for expert-choice also as training does (topk), and the health of
+    the causal routing, all as means over the rows; agreement is how often threshold and top-k decide alike."""
+    c, sums, n = model.config, {}, sum(len(x) for x, _ in batches)
     model.eval()
     for x, y in batches:
-        for causal in (True, False) if expert else (True,):
-            with precision():
+        numbers = {}
+        for name, causal in [("topk", False), ("causal", True)][0 if c.routed and c.router == "expert" else 1:]:
+            with autocast(x.device, dtype):
                 routing = model(x, y, causal=causal)[2]
-            numbers = dict(routing.health, causal=routing.losses["lm"]) if causal else dict(topk=routing.losses["lm"])
-            if "agreement" in routing.health:
-                numbers["agreement"] = routing.health["agreement"][1:].mean()
-            for name, value in numbers.items():
-                sums[name] = sums.get(name, 0.0) + value * len(x) / sum(len(x) for x, _ in batches)
-            if causal:
-                alive |= (routing.depth == c.n_rec).any(dim=0)
-    model.train(training)
-    return {**{k: v.tolist() for k, v in sums.items()}, "dead": 1 - alive.float().mean().item()}
+            numbers.update(routing.health, **{name: routing.losses["lm"]})
+        for name, value in numbers.items():
+            sums[name] = sums.get(name, 0.0) + value * (len(x) / n)
+    model.train()
+    return {name: value.tolist() for name, value in sums.items()}
 
 
-def routing_words(numbers):
-    """The router's pulse: a collapse to one depth, or a threshold that does not follow the top-k, shows here."""
-    words = []
+def pulse(numbers):
+    """The router's part of a log line: a collapse to one depth, or a threshold that does not follow the top-k, shows."""
+    percent = lambda values: f"[{' '.join(f'{100 * v:.0f}' for v in values)}]%"
+    words = [""]
     if len(numbers["load"]) > 1:
-        words.append(f"depth {numbers['mean_depth']:.2f} [{' '.join(f'{100 * s:.0f}' for s in numbers['load'])}]%")
-    words += [f"{name} {numbers[name]:.3f}" for name in ("aux", "balance", "max_vio", "entropy") if name in numbers]
-    words += [f"{name} {100 * numbers[name]:.0f}%" for name in ("agreement", "dead") if name in numbers]
-    return "".join(" | " + word for word in words)
+        words.append(f"depth {numbers['mean_depth']:.2f} {percent(numbers['load'])}")
+        words += [f"{name} {numbers[name]:.2f}" for name in ("aux", "balance", "max_vio", "entropy") if name in numbers]
+        words += [f"agree {percent(numbers['agreement'][1:])}"] if "agreement" in numbers else []
+        words += [f"dead {100 * numbers['dead']:.0f}%"]
+    return " | ".join(words)
 
 
 class Run:
-    """One training run: model, optimizer, data and step, everything that a checkpoint holds."""
+    """One training run: model, optimizer, data and step, all that a checkpoint holds."""
     def __init__(self, config, tc, source, checkpoint=None):
         self.config, self.tc, self.source, self.step = config, tc, source, 0
         self.device = pick_device(tc.device)
         torch.manual_seed(tc.seed)
-        self.model = checkpoint["model"] if checkpoint else MoR(config)
-        self.model.to(self.device).train()
+        self.model = (checkpoint["model"] if checkpoint else MoR(config)).to(self.device).train()
         self.optimizer = make_optimizer(self.model, tc)
-        state = None
         if checkpoint:
-            self.step, state = checkpoint["step"], checkpoint["reader"]
+            self.step = checkpoint["step"]
             self.optimizer.load_state_dict(checkpoint["optimizer"])
-            torch.set_rng_state(checkpoint["rng"].cpu())
+            torch.set_rng_state(checkpoint["rng"])
             if self.device.type == "cuda" and "cuda_rng" in checkpoint:
-                torch.cuda.set_rng_state(checkpoint["cuda_rng"].cpu(), self.device)
-        self.reader = Reader(source.train, tc.batch_size, config.block_size, tc.seed, self.device, state)
-        # Token-choice has another shape every step, so it runs uncompiled. Expert-choice has the same ones throughout.
+                torch.cuda.set_rng_state(checkpoint["cuda_rng"], self.device)
+        self.reader = Reader(source.train, tc.batch_size, config.block_size, tc.seed, self.device,
+                             checkpoint and checkpoint["reader"])
+        # Expert-choice has the same shapes at every step. Token-choice has others each time, and runs uncompiled.
         static = not (config.routed and config.router == "token")
         self.forward = torch.compile(self.model, fullgraph=True) if tc.compile and static else self.model
 
     def save(self, name):
         state = dict(config=asdict(self.config), train_config=asdict(self.tc), step=self.step,
                      model=self.model.state_dict(), optimizer=self.optimizer.state_dict(), reader=self.reader.state,
-                     rng=torch.get_rng_state(), tokenizer=self.source.tokenizer, data=self.source.val.parent.name)
+                     rng=torch.get_rng_state(), tokenizer=self.source.tokenizer, data=self.source.name)
         if self.device.type == "cuda":
             state["cuda_rng"] = torch.cuda.get_rng_state(self.device)
         save_checkpoint(Path(self.tc.out_dir) / name, state)
 
     def train_step(self):
-        """One optimizer step; returns its numbers, as tensors on the device so that nothing waits for them."""
+        """One optimizer step. Returns its numbers as tensors on the device, so that nothing waits for them."""
         tc, config, numbers = self.tc, self.config, {}
         for group in self.optimizer.param_groups:
             group["lr"] = lr_at(self.step, tc) * group["scale"]
-        # DIFFERS: counted in steps; the released code counts forward calls, and so depends on the accumulation.
+        # DIFFERS: counted in steps; the released code counts forward calls, so that accumulation shortens the warm-up.
         k = config.capacity(config.block_size, min(1.0, self.step / tc.capacity_warmup) if tc.capacity_warmup else 1.0)
         for _ in range(tc.grad_accum):
             x, y = next(self.reader)
             with autocast(self.device, tc.dtype):
                 _, loss, routing = self.forward(x, y, causal=False, k=k)
-            # DIFFERS: every term is averaged over the step, while the released code sums the auxiliary loss over it.
+            # DIFFERS: every loss is a mean over the step; the released code sums the auxiliary loss over micro-batches.
             (loss / tc.grad_accum).backward()
             for name, value in {**routing.health, **routing.losses}.items():
                 numbers[name] = numbers.get(name, 0.0) + value.detach() / tc.grad_accum
@@ -318,87 +310,59 @@ class Run:
         if config.routed and config.router == "token":
             self.model.router.update_bias(numbers["load"])
         self.step += 1
-        if "agreement" in numbers:
-            numbers["agreement"] = numbers["agreement"][1:].mean()
         return numbers
 
 
 def train(run, log):
-    """Step until max_steps or Ctrl-C; evaluate, log and save on the way. Returns whether the run reached its end."""
-    tc, stop, busy, lm, since = run.tc, [], 0.0, 0.0, run.step
-    precision = lambda: autocast(run.device, tc.dtype)
+    """Step until max_steps or Ctrl-C; log, evaluate and save on the way."""
+    tc, stop, losses, clock = run.tc, [], [], time.perf_counter()
     val = val_batches(run.source.val, tc.batch_size, run.config.block_size, tc.eval_batches, run.device)
     keep = {int(s) for s in tc.keep_steps.split(",") if s}
 
     def ask(signum, frame):
-        if stop:
-            raise KeyboardInterrupt   # asked twice: leave at once; the last checkpoint is whole
+        signal.signal(signum, signal.SIG_DFL)   # asked twice: leave at once; the last checkpoint is whole
         stop.append(signum)
-        print("finishing this step, then saving", flush=True)
-    before = [(s, signal.signal(s, ask)) for s in (signal.SIGINT, signal.SIGTERM)]
+        print("finishing this step, then saving; once more to leave without", flush=True)
 
     def record(numbers, line):
         print(line, flush=True)
         log.write(json.dumps({"step": run.step, **numbers}) + "\n")
         log.flush()
 
+    before = {signum: signal.signal(signum, ask) for signum in (signal.SIGINT, signal.SIGTERM)}
     while run.step < tc.max_steps and not stop:
-        start = time.perf_counter()
         numbers = run.train_step()
-        lm, last = lm + numbers["lm"], run.step == tc.max_steps
-        if run.step % tc.log_interval == 0 or last or run.step == 1:
+        losses.append(numbers["lm"])
+        last = run.step == tc.max_steps
+        if run.step == 1 or run.step % tc.log_interval == 0 or last:
             numbers = {name: value.tolist() for name, value in numbers.items()}   # waits for the device
-            busy, steps = busy + time.perf_counter() - start, run.step - since
-            numbers.update(lm=lm.item() / steps, lr=lr_at(run.step - 1, tc),
-                           tokens_per_s=steps * tc.batch_size * tc.grad_accum * run.config.block_size / busy)
-            if not math.isfinite(numbers["lm"] + numbers["norm"]):
-                raise ValueError(f"the loss is {numbers['lm']} at step {run.step}: try a smaller --learning_rate than "
+            lm, speed = torch.stack(losses).mean().item(), len(losses) / (time.perf_counter() - clock)
+            if not math.isfinite(lm + numbers["norm"]):
+                raise ValueError(f"the loss is {lm} at step {run.step}: start again with a --learning_rate below "
                                  f"{tc.learning_rate}; checkpoints in {tc.out_dir} are as they were")
-            eta = (tc.max_steps - run.step) * busy / steps / 60
-            record(numbers, f"step {run.step}/{tc.max_steps} | loss {numbers['lm']:.3f} | lr {numbers['lr']:.1e} | "
-                   f"norm {numbers['norm']:.2f} | {numbers['tokens_per_s'] / 1e3:.1f}k tok/s"
-                   f"{routing_words(numbers)} | eta {eta:.1f}m")
-            busy, lm, since = 0.0, 0.0, run.step
-        else:
-            busy += time.perf_counter() - start
+            tokens = speed * tc.batch_size * tc.grad_accum * run.config.block_size
+            numbers.update(lm=lm, lr=lr_at(run.step - 1, tc), tokens_per_s=tokens)
+            record(numbers, f"step {run.step}/{tc.max_steps} | loss {lm:.3f} | lr {numbers['lr']:.1e} | norm "
+                   f"{numbers['norm']:.2f} | {tokens / 1e3:.1f}k tok/s{pulse(numbers)} | "
+                   f"eta {(tc.max_steps - run.step) / speed / 60:.1f}m")
+            losses, clock = [], time.perf_counter()
         if run.step % tc.eval_interval == 0 or last:
-            numbers = evaluate(run.model, val, precision)
-            topk = f" | top-k {numbers['topk']:.4f}" if "topk" in numbers else ""
-            record({f"val_{k}": v for k, v in numbers.items()},
-                   f"eval {run.step}/{tc.max_steps} | causal {numbers['causal']:.4f}{topk}{routing_words(numbers)}")
+            numbers = evaluate(run.model, val, tc.dtype)
+            topk = f" | topk {numbers['topk']:.4f}" if "topk" in numbers else ""
+            record({f"val_{name}": value for name, value in numbers.items()},
+                   f"eval {run.step}/{tc.max_steps} | causal {numbers['causal']:.4f}{topk}{pulse(numbers)}")
         if run.step % tc.eval_interval == 0 or last or stop:
             run.save("ckpt.pt")
+            losses, clock = [], time.perf_counter()   # neither belongs to the steps
         if run.step in keep:
             run.save(f"step_{run.step}.pt")
-    for signum, handler in before:
+    for signum, handler in before.items():
         signal.signal(signum, handler)
-    return run.step == tc.max_steps
-
-
-def open_log(path, step):
-    """log.jsonl for appending, without what a killed run wrote after the step that is resumed."""
-    lines = path.read_text().splitlines() if step and path.exists() else []
-    steps = [re.match(r'{"step": (\d+)', line) for line in lines]
-    path.write_text("".join(line + "\n" for line, s in zip(lines, steps) if not s or int(s[1]) <= step))
-    return path.open("a")
-
-
-def check_out_dir(tc, checkpoint):
-    """Make out_dir. Nothing is overwritten, but for a ckpt.pt by the run that goes on from it."""
-    out = Path(tc.out_dir)
-    out.mkdir(parents=True, exist_ok=True)
-    mine = checkpoint and checkpoint["path"].resolve()
-    others = [p for p in sorted(out.glob("ckpt.pt" if checkpoint else "*.pt")) if p.resolve() != mine]
-    if others:
-        raise ValueError(f"{others[0]} would be overwritten: go on from it with --resume={out}, or choose another --out_dir")
-    if checkpoint and checkpoint["step"] >= tc.max_steps:
-        raise ValueError(f"{checkpoint['path']} is at step {checkpoint['step']} of --max_steps={tc.max_steps} already: "
-                         "give a larger --max_steps to go on")
 
 
 def describe(config):
-    kind = {"expert": "expert-choice", "token": "token-choice", "none": "plain recursion"}[config.router]
-    name = "plain Transformer" if config.n_rec == 1 else f"MoR with {config.n_rec} recursions, {kind}, {config.cache} cache"
+    name = f"MoR with {config.n_rec} recursions, {config.router}-choice, {config.cache} cache"
+    name = "plain Transformer" if config.n_rec == 1 else name if config.routed else f"{config.n_rec} recursions for all"
     shape = f"{config.n_shared} shared x {config.n_rec}" + " + 2" * bool(config.n_unshared)
     return f"{name}: {n_params(config):,} parameters, {config.effective_depth} layers deep ({shape})"
 
@@ -408,25 +372,25 @@ def main(argv):
     checkpoint = load_checkpoint(given["resume"]) if given.get("resume") else None
     config, tc = settle(given, checkpoint)
     device = pick_device(tc.device)
-    print(f"device {device.type}: {machine(device)[1]}. Now {tc.dtype}, {'' if tc.compile else 'not '}compiled, "
-          f"model {tc.model}, data {tc.data}; --help lists every choice")
+    print(f"{device}: {machine(device)[1]}. Chosen: --model={tc.model} --data={tc.data} --dtype={tc.dtype} "
+          f"--compile={tc.compile}; --help lists what else there is")
     check_out_dir(tc, checkpoint)
     source = python_source.source(tc.data, tc.data_dir)
     if "vocab_size" not in given and not checkpoint:
         config.vocab_size = source.vocab_size
     if config.vocab_size < source.vocab_size:
         raise ValueError(f"vocab_size={config.vocab_size} is too small: --data={tc.data} has ids up to {source.vocab_size - 1}")
-    if checkpoint and checkpoint["data"] != source.val.parent.name:
-        print(f"note: the data ({source.val.parent.name}) are not those of the checkpoint ({checkpoint['data']})")
+    if checkpoint and checkpoint["data"] != source.name:
+        print(f"note: the checkpoint was trained on {checkpoint['data']}, and this is {source.name}")
     run = Run(config, tc, source, checkpoint)
     print(describe(config))
     print("config", *(f"{k}={v}" for k, v in {**asdict(config), **asdict(tc)}.items() if v != ""))
-    with open_log(Path(tc.out_dir) / "log.jsonl", run.step) as log:
+    with open(Path(tc.out_dir) / "log.jsonl", "a" if checkpoint else "w") as log:
         log.write(json.dumps(dict(argv=argv, torch=torch.__version__, config=asdict(config), train_config=asdict(tc))) + "\n")
-        done = train(run, log)
-    out = "" if tc.out_dir == "out" else f" --out_dir={tc.out_dir}"
+        train(run, log)
+    done, out = run.step == tc.max_steps, "" if tc.out_dir == "out" else f" --out_dir={tc.out_dir}"
     print(f"saved {Path(tc.out_dir) / 'ckpt.pt'} at step {run.step}; next: python sample.py{out}"
-          + ("" if done else f", or go on with python train.py --resume={tc.out_dir}"))
+          + f", or go on with python train.py --resume={tc.out_dir}" * (not done))
     return 0 if done else 130
 
 

@@ -75,7 +75,7 @@ def source(data, data_dir):
         folder.mkdir(parents=True, exist_ok=True)
         n = [write_tokens(path, tokens(pieces)) for path, pieces in zip((train, val), split(files))]
         print(f"built {folder} from {len(files):,} files: {n[0]:,} tokens to train on, {n[1]:,} to validate")
-    return Source(train=lambda i: train if i == 0 else None, val=val, vocab_size=VOCAB_SIZE, tokenizer="bytes")
+    return Source(train=lambda i: train if i == 0 else None, val=val, name=folder.name, vocab_size=VOCAB_SIZE, tokenizer="bytes")
 
 
 def encode(text):

@@ -16,6 +16,7 @@ class Source(NamedTuple):
     """What a data source offers."""
     train: Callable  # shard number -> path of that training file, or None past the last one
     val: Path  # file of validation tokens
+    name: str  # of exactly these tokens: another text has another name
     vocab_size: int  # token ids are below this
     tokenizer: str  # how ids become text: "bytes" or "gpt2"
 
@@ -47,17 +48,11 @@ def read_tokens(path):
     return np.memmap(path, dtype="<u2", mode="r", offset=HEADER, shape=int(header[2])) if header[2] else np.zeros(0, "<u2")
 
 
-def window(tokens, i, T):
-    """Window i of a file, T tokens and the one after: targets are inputs shifted by one."""
-    return torch.from_numpy(tokens[i * T:(i + 1) * T + 1].astype(np.int64))
-
-
 def batch(windows, device):
-    """Inputs and targets (B, T) from B windows of T + 1 tokens."""
-    rows = torch.stack(windows)
-    if device.type == "cuda":   # pinned, so that the copy overlaps with what the device still does
-        rows = rows.pin_memory().to(device, non_blocking=True)
-    return rows[:, :-1].to(device), rows[:, 1:].to(device)
+    """Inputs and targets (B, T), int64, from windows (B, T + 1): targets are inputs shifted by one."""
+    if device.type == "cuda":   # pinned, so that the copy overlaps with what the device is doing
+        windows = windows.pin_memory().to(device, non_blocking=True)
+    return windows[:, :-1].to(device), windows[:, 1:].to(device)
 
 
 class Reader:
@@ -69,6 +64,7 @@ class Reader:
     def __init__(self, shard, B, T, seed, device=torch.device("cpu"), state=None):
         self.shard, self.B, self.T, self.seed, self.device = shard, B, T, seed, device
         self.state = dict(state or {"epoch": 0, "shard": 0, "window": 0})
+        self.barren = state is None   # until a window is found
         self.open()
 
     def open(self):
@@ -76,39 +72,36 @@ class Reader:
         s = self.state
         path = self.shard(s["shard"])
         if path is None:
-            if s["shard"] == 0 or not self.found(s):
-                raise ValueError(f"the training data has no {self.T + 1} tokens in a row: give more text, or a smaller "
-                                 f"--block_size than {self.T}")
+            if self.barren:
+                raise ValueError(f"no {self.T + 1} tokens of the training data stand in a row: give more text, or a "
+                                 f"--block_size below {self.T}")
             s.update(epoch=s["epoch"] + 1, shard=0, window=0)
             path = self.shard(0)
         self.tokens = read_tokens(path)
         n = max(0, (len(self.tokens) - 1) // self.T)
         self.order = np.random.default_rng((self.seed, s["epoch"], s["shard"])).permutation(n)
-
-    def found(self, s):
-        return any(len(read_tokens(self.shard(i))) > self.T for i in range(s["shard"]))
+        self.barren = self.barren and n == 0
 
     def __next__(self):
         """Inputs and targets (B, T), int64, on the device."""
-        windows = []
-        while len(windows) < self.B:
-            s = self.state
-            if s["window"] < len(self.order):
-                windows.append(window(self.tokens, self.order[s["window"]], self.T))
-                s["window"] += 1
-            else:
+        windows, s = torch.empty(self.B, self.T + 1, dtype=torch.int64), self.state
+        for row in windows:
+            while s["window"] == len(self.order):
                 s.update(shard=s["shard"] + 1, window=0)
                 self.open()
+            start = self.order[s["window"]] * self.T
+            row.copy_(torch.from_numpy(self.tokens[start:start + self.T + 1].astype(np.int64)))
+            s["window"] += 1
         return batch(windows, self.device)
 
 
 def val_batches(path, B, T, n, device):
-    """Up to n batches of B rows spread evenly over a validation file, the same ones every time."""
+    """Up to n batches of B rows, spread evenly over a validation file, the same ones every time."""
     tokens = read_tokens(path)
     total = (len(tokens) - 1) // T
     if total < 1:
-        raise ValueError(f"{path} holds {len(tokens)} validation tokens, fewer than the {T + 1} of one row: give more text, "
-                         f"or a smaller --block_size than {T}")
+        raise ValueError(f"{path} holds {len(tokens)} validation tokens, fewer than the {T + 1} of a row: give more text, "
+                         f"or a --block_size below {T}")
     picks = np.linspace(0, total - 1, min(n * B, total)).round().astype(int)
-    rows = [window(tokens, i, T) for i in picks]
-    return [batch(rows[i:i + B], device) for i in range(0, len(rows), B)]
+    windows = torch.stack([torch.from_numpy(tokens[i * T:(i + 1) * T + 1].astype(np.int64)) for i in picks])
+    return [batch(rows, device) for rows in windows.split(B)]
