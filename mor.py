@@ -1,8 +1,8 @@
 """Mixture-of-Recursions (MoR): a Transformer that spends more layers on some tokens than on others.
 
-The middle layers of a MoR are one shared block that is applied 1 to N times. A small router, trained along
-with everything else, decides token by token how often. So parameters are saved (one block instead of N), compute
-is saved (a token that has left is never looked at again), and so is the KV cache (no layer, no entry).
+The middle layers of a MoR are one shared block that is applied 1 to N times. A small router, trained along with
+everything else, decides token by token how often. That saves parameters (one block instead of N), compute (a
+token that has left is not computed again) and KV cache (where a token was not computed, it leaves no entry).
 
     depth 3                   *         *        the same block a third time, for one third of the tokens
     depth 2             *     *         *        the same block again, for those that its router keeps
@@ -10,15 +10,15 @@ is saved (a token that has left is never looked at again), and so is the KV cach
     first layer   *     *     *    *    *
                   A    dog   that  ,   barks     after its depth a token waits for the last layer and the head
 
-Paper: arXiv 2507.10524 ("MoR"; equation numbers below are its own). Where this file departs from the paper or from
+Paper: arXiv 2507.10524; equation numbers below are the paper's. Where this file departs from the paper or from
 the authors' released code, a comment that begins with DIFFERS: gives the reason.
 
-Read it from top to bottom: 1 configuration, 2 the ordinary Transformer, 3 which tokens attend to which, 4 who goes
-deeper (the two routers), 5 the whole model, 6 generation, 7 what it costs. train.py and sample.py run it.
+Read it from top to bottom: 1 configuration, 2 the ordinary Transformer, 3 which tokens attend to which, 4 who
+goes deeper, 5 the whole model, 6 generation, 7 what it costs. train.py and sample.py run it.
 
-Letters in shape comments: B rows in the batch, T tokens in a row, N tokens in flight (of any rows, N <= B*T), S the
-longest row among them, C width of the residual stream (n_embd), H query heads, G key/value heads, D width of a head,
-V vocabulary. A token is one row of an (N, C) matrix; which sequence it belongs to matters to attention alone.
+Letters in shape comments: B rows in the batch, T tokens in a row, N tokens in flight (of any rows, N <= B*T),
+S the longest row among them, C width of the residual stream (n_embd), H query heads, G key/value heads, D width
+of a head, V vocabulary. A token is one row of an (N, C) matrix; only attention cares which sequence it is from.
 Depth counts 1..n_rec in words, outputs and logs; code loops over r = 0..n_rec-1.
 """
 import math
@@ -29,12 +29,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 1. Configuration
 
 @dataclass
 class MoRConfig:
-    """Shape of a model; impossible combinations raise ValueError. The comment behind a field is its --help text."""
+    """Shape of a model. Impossible ones raise ValueError. The comment behind a field is its --help text."""
     vocab_size: int = 50304  # token ids the embedding knows
     block_size: int = 2048  # longest row of tokens
     n_layer: int = 32  # depth of the plain Transformer that this model stands in for
@@ -43,18 +43,18 @@ class MoRConfig:
     n_embd: int = 960  # width of the residual stream
     n_ff: int = 2560  # width inside the MLP
     n_rec: int = 3  # recursions: how often the shared block can be applied; 1 is a plain Transformer
-    sharing: Literal["middle_cycle", "cycle", "middle_sequence", "sequence"] = "middle_cycle"  # which layers share
-    router: Literal["expert", "token", "none"] = "expert"  # who decides the depth; none: every token takes them all
-    cache: Literal["recursion", "shared"] = "recursion"  # keys and values per recursion, or those of the first for all
-    router_arch: Literal["linear", "mlp", "random"] = "linear"  # what scores a token; random: the paper's baseline
-    gate: Literal["paper", "sigmoid", "tanh", "softmax"] = "paper"  # paper: sigmoid for expert, softmax for token
+    sharing: Literal["middle_cycle", "cycle", "middle_sequence", "sequence"] = "middle_cycle"  # who shares
+    router: Literal["expert", "token", "none"] = "expert"  # who decides the depth; none: all take every recursion
+    cache: Literal["recursion", "shared"] = "recursion"  # keys and values of each recursion, or of the first only
+    router_arch: Literal["linear", "mlp", "random"] = "linear"  # what scores a token; random: a baseline
+    gate: Literal["paper", "sigmoid", "tanh", "softmax"] = "paper"  # paper: expert sigmoid, token softmax
     alpha: float = -1.0  # scale of the gate; -1: the paper's, 0.1 for expert and 1.0 for token
-    sampling: Literal["aux_loss", "aux_router"] = "aux_loss"  # expert: what learns to predict the top-k causally
-    aux_coef: float = 0.001  # expert: weight of that prediction's loss
+    sampling: Literal["aux_loss", "aux_router"] = "aux_loss"  # expert: what learns to foretell the top-k
+    aux_coef: float = 0.001  # expert: weight of that lesson's loss
     balance: Literal["loss", "loss_free"] = "loss"  # token: how depths are kept in balance
     balance_coef: float = 0.1  # token: weight of the balance loss
     balance_rate: float = 0.001  # token: step of the loss-free bias
-    z_coef: float = -1.0  # weight of the z-loss on router logits; -1: the paper's, 0 for expert and 1e-5 for token
+    z_coef: float = -1.0  # weight of the z-loss on router logits; -1: the paper's, expert 0 and token 1e-5
 
     def __post_init__(self):
         for f in fields(self):
@@ -65,20 +65,20 @@ class MoRConfig:
                 raise ValueError(f"{f.name}={value} must be at least 1")
             if f.type is float and (not math.isfinite(value) or value < 0 and value != f.default):
                 raise ValueError(f"{f.name}={value} must be a number that is not negative")
-        gates = ("paper", "sigmoid", {"expert": "tanh", "token": "softmax", "none": self.gate}[self.router])
-        for wrong, message in [
-                (self.n_embd % (2 * self.n_head), f"n_embd={self.n_embd} must be an even multiple of n_head={self.n_head}"),
-                (self.n_head % self.n_kv_head, f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}"),
-                (self.n_layer <= self.n_unshared, f"n_layer={self.n_layer} leaves no layer between the first and the last: "
-                                                  f"sharing={self.sharing} needs at least 3"),
-                (self.routed and "cycle" not in self.sharing, f"sharing={self.sharing} has no block that could be repeated: "
-                                                              "choose cycle or middle_cycle, or router=none"),
-                (self.routed and self.gate not in gates, f"gate={self.gate} does not fit router={self.router}: choose "
-                                                         f"{', '.join(gates)}"),
-                (self.router_arch == "random" and (self.router != "expert" or self.sampling == "aux_router"),
-                 "router_arch=random needs router=expert and sampling=aux_loss: there is nothing to learn")]:
-            if wrong:
-                raise ValueError(message)
+        if self.n_embd % (2 * self.n_head):
+            raise ValueError(f"n_embd={self.n_embd} must be an even multiple of n_head={self.n_head}")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}")
+        if self.n_layer <= self.n_unshared:
+            raise ValueError(f"n_layer={self.n_layer} must be at least 3 for sharing={self.sharing}")
+        if self.routed and "cycle" not in self.sharing:
+            raise ValueError(f"sharing={self.sharing} has no block to repeat for router={self.router}: choose "
+                             "cycle or middle_cycle, or router=none")
+        gates = ("paper", "sigmoid", "softmax" if self.router == "token" else "tanh")
+        if self.routed and self.gate not in gates:
+            raise ValueError(f"gate={self.gate} does not fit router={self.router}: choose {', '.join(gates)}")
+        if self.router_arch == "random" and (self.router != "expert" or self.sampling == "aux_router"):
+            raise ValueError("router_arch=random learns nothing: it needs router=expert and sampling=aux_loss")
 
     @property
     def routed(self):
@@ -93,7 +93,7 @@ class MoRConfig:
     @property
     def n_shared(self):
         """Layers in the shared block."""
-        # DIFFERS: where n_rec does not divide the depth, layers are added, as in the paper; the released code drops some.
+        # DIFFERS: where n_rec does not divide the depth, the released code drops layers; the paper adds some.
         return math.ceil((self.n_layer - self.n_unshared) / self.n_rec)
 
     @property
@@ -106,10 +106,10 @@ class MoRConfig:
         return self.n_embd // self.n_head
 
     def capacity(self, T, warm=1.0):
-        """How many tokens of a row of T expert-choice keeps at each recursion: (n_rec - r) / n_rec of them.
+        """Tokens of a row of T that expert-choice keeps at each recursion: (n_rec - r) / n_rec of them, >= 1.
 
-        warm in [0, 1] is the progress of the capacity warm-up, which starts at T everywhere and comes down on a
-        cosine in steps of T/16, so that compiled code meets few sizes (the paper tried it; off by default).
+        warm in [0, 1]: progress of the capacity warm-up (the paper's appendix tried it), which starts with all T
+        and comes down on a cosine, in steps of T/16 so that compiled code meets few sizes.
         """
         k = [max(1, (self.n_rec - r) * T // self.n_rec) for r in range(self.n_rec)]
         if warm < 1:
@@ -118,9 +118,9 @@ class MoRConfig:
         return tuple(k)
 
 
-# Sizes of the paper's Table 6, and one for a laptop.
+# Sizes of the paper's Table 6, and one for two CPU cores.
 PRESETS = {
-    "tiny": dict(vocab_size=257, block_size=256, n_layer=8, n_head=6, n_kv_head=2, n_embd=192, n_ff=512),
+    "tiny": dict(vocab_size=257, block_size=256, n_layer=8, n_head=4, n_kv_head=2, n_embd=128, n_ff=352),
     "135m": dict(n_layer=30, n_head=9, n_kv_head=3, n_embd=576, n_ff=1536),
     "360m": dict(n_layer=32, n_head=15, n_kv_head=5, n_embd=960, n_ff=2560),
     "730m": dict(n_layer=26, n_head=24, n_kv_head=8, n_embd=1536, n_ff=4096),
@@ -128,23 +128,23 @@ PRESETS = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# 2. The ordinary Transformer (Llama as in SmolLM: RMSNorm, rotary positions, grouped queries, SwiGLU, no biases)
+# ------------------------------------------------------------------------------------------------------------
+# 2. The ordinary Transformer: Llama as in SmolLM. Nothing here is new, but that tokens come without their rows
 
 def at_least_float32(x):
-    """Router scores, softmax and losses are never computed in half precision (and stay float64 in float64)."""
+    """Router logits, sampling and losses are never computed in half precision (float64 stays float64)."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def rope_table(T, D, dtype, device, theta=10000.0):
-    """cos and sin of position times frequency, (T, D/2) each: pair i turns by theta^(-2i/D) per position."""
-    freq = theta ** (-torch.arange(0, D, 2, device=device, dtype=dtype) / D)                 # (D/2,)
-    angle = torch.arange(T, device=device, dtype=dtype)[:, None] * freq                      # (T, D/2)
+    """cos and sin, (T, D/2) each, of the angles by which positions turn: pair i by theta^(-2i/D) per position."""
+    freq = theta ** (-torch.arange(0, D, 2, device=device, dtype=dtype) / D)               # (D/2,)
+    angle = torch.arange(T, device=device, dtype=dtype)[:, None] * freq                    # (T, D/2)
     return angle.cos(), angle.sin()
 
 
 def rotate(x, rope):
-    """Turn each pair (i, i + D/2) of x (N, H, D) by its token's angle; rope is cos and sin, (N, 1, D/2) each."""
+    """Turn the pairs (i, i + D/2) of x (N, H, D) by their token's angles; rope: cos and sin, (N, 1, D/2) each."""
     (a, b), (cos, sin) = x.chunk(2, dim=-1), rope
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -152,20 +152,18 @@ def rotate(x, rope):
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.heads = config.n_head, config.n_kv_head, config.head_dim
-        H, G, D = self.heads
+        H, G, D = self.heads = config.n_head, config.n_kv_head, config.head_dim
         self.q_proj = nn.Linear(config.n_embd, H * D, bias=False)
-        self.kv_proj = nn.Linear(config.n_embd, 2 * G * D, bias=False)   # keys, then values: never one without the other
+        self.kv_proj = nn.Linear(config.n_embd, 2 * G * D, bias=False)   # one matrix: nobody needs only one
         self.o_proj = nn.Linear(H * D, config.n_embd, bias=False)
 
     def forward(self, x, rows, layer):
         H, G, D = self.heads
-        q = rotate(self.q_proj(x).view(-1, H, D), rows.rope)                                 # (N, H, D)
-        k = v = None
+        q, k, v = rotate(self.q_proj(x).view(-1, H, D), rows.rope), None, None             # (N, H, D)
         if rows.writes(layer):
-            k, v = self.kv_proj(x).view(-1, 2, G, D).unbind(1)                               # (N, G, D) each
+            k, v = self.kv_proj(x).view(-1, 2, G, D).unbind(1)                             # (N, G, D) each
             k = rotate(k, rows.rope)
-        return self.o_proj(rows.attend(layer, q, k, v).flatten(1))                           # (N, C)
+        return self.o_proj(rows.attend(layer, q, k, v).flatten(1))                         # (N, C)
 
 
 class MLP(nn.Module):
@@ -180,7 +178,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer. It sees N tokens (N, C) of any rows; `rows` knows how they attend, `layer` names its keys/values."""
+    """One layer, for N tokens (N, C) of any rows. `rows` knows who attends to whom; `layer` names this layer."""
     def __init__(self, config):
         super().__init__()
         self.attn_norm = nn.RMSNorm(config.n_embd, eps=1e-5)
@@ -193,56 +191,58 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 3. Which tokens attend to which
 
 class Rows:
-    """Where N tokens stand: B rows of T positions, of which each row may hold any number of these tokens.
+    """Where N tokens stand: B rows of T positions, each of which may hold any number of these tokens.
 
     One rule serves everything: a query sees exactly the keys it is handed whose position is not after its own.
     The two KV caches of the paper (section 2.2.2) differ in which keys are handed over:
 
         cache         who writes keys and values        what a query at depth r sees
         recursion     every token, wherever it goes     the tokens that went as deep as r
-        shared        every token, at depth 1 only      every token; deeper layers project no keys and no values
+        shared        every token, at depth 1 only      every token; deeper, no key and no value is projected
 
-    Tokens stay in row order, and in position order within a row; then `is_causal` is that rule, and needs no mask.
+    Tokens stay in row order, and in position order within a row: then `is_causal` is that rule, without a mask.
 
-    flat (N,): row * T + position of each token, ascending. S: tokens in each row, or None where rows hold different
-    numbers. store: what shared layers have written, by layer; None for the recursion cache.
+    flat (N,): row * T + position of each token, ascending. S: tokens in each row, or None if rows hold different
+    numbers. table: see rope_table. store: keys and values by layer for the shared cache, None for the other.
     """
     def __init__(self, B, T, table, store, flat, S=None):
-        self.B, self.T, self.table, self.store, self.flat, self.S, self.slot = B, T, table, store, flat, S, None
-        self.rope = [t[flat % T].unsqueeze(1) for t in table]                                # (N, 1, D/2) each
+        self.B, self.T, self.table, self.store, self.flat, self.S = B, T, table, store, flat, S
+        self.slot, self.rope = None, [t[flat % T].unsqueeze(1) for t in table]             # (N, 1, D/2) each
         if S is None:   # a row's tokens first, then padding, where no real query sees it
-            row, count = flat // T, torch.bincount(flat // T, minlength=B)                   # (N,), (B,)
+            row, count = flat // T, torch.bincount(flat // T, minlength=B)                 # (N,), (B,)
+            rank = torch.arange(len(flat), device=flat.device) - (count.cumsum(0) - count)[row]
             self.S = int(count.max())
-            self.slot = row * self.S + torch.arange(len(flat), device=flat.device) - (count.cumsum(0) - count)[row]
+            self.slot = row * self.S + rank                                                # (N,)
 
     def take(self, chosen, S=None):
-        """The rows of a subset of these tokens; chosen (N',) holds ascending indices into them, S is as above."""
+        """The rows of some of these tokens; chosen (N',) holds ascending indices into them, S is as above."""
         return Rows(self.B, self.T, self.table, self.store, self.flat[chosen], S)
 
     def writes(self, layer):
-        """Whether this layer has keys and values to make; a shared one only where it is applied for the first time."""
+        """Whether this layer has keys and values to make: always, or if shared, only the first time it runs."""
         return self.store is None or layer not in self.store
 
     def attend(self, layer, q, k, v):
-        """Attention of q (N, H, D) to k, v (N, G, D), or to what the layer has stored (None); returns (N, H, D)."""
+        """Attention of q (N, H, D) to k, v (N, G, D), or None for those in store; returns (N, H, D)."""
         slot, S, mask = self.slot, self.S, None
         if k is not None:
-            k, v = self.spread(k, slot, S), self.spread(v, slot, S)                          # (B, G, S, D) each
+            k, v = self.spread(k, slot, S), self.spread(v, slot, S)                        # (B, G, S, D) each
             if self.store is not None:
                 self.store[layer] = k, v
         else:
-            k, v = self.store[layer]                                                         # (B, G, T, D) each
-            if q.is_cuda:   # fewer queries than keys: back on the grid of all T, for the kernels that take no mask
+            k, v = self.store[layer]                                                       # (B, G, T, D) each
+            if q.is_cuda:   # back on the grid of all T positions: the fast kernels take no mask
                 slot, S = self.flat, self.T
-            else:           # a third to two thirds of the grid's time on a CPU
-                position = self.spread((self.flat % self.T).view(-1, 1, 1), slot, S)         # (B, 1, S, 1)
-                mask = position >= torch.arange(self.T, device=q.device)                     # (B, 1, S, T)
-        y = F.scaled_dot_product_attention(self.spread(q, slot, S), k, v, mask, is_causal=mask is None, enable_gqa=True)
-        y = y.transpose(1, 2).flatten(0, 1)                                                  # (B*S, H, D)
+            else:           # on a CPU a mask costs half of that
+                position = self.spread((self.flat % self.T).view(-1, 1, 1), slot, S)       # (B, 1, S, 1)
+                mask = position >= torch.arange(self.T, device=q.device)                   # (B, 1, S, T)
+        q = self.spread(q, slot, S)                                                        # (B, H, S, D)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
+        y = y.transpose(1, 2).flatten(0, 1)                                                # (B*S, H, D)
         return y if slot is None else y.index_select(0, slot)
 
     def spread(self, x, slot, S):
@@ -252,24 +252,24 @@ class Rows:
         return x.view(self.B, S, *x.shape[1:]).transpose(1, 2)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 4. Who goes deeper: two routers
 #
-# A router takes h (N, C), all tokens after the first layer, and `recursion(x, rows, r)`, the shared block as a
-# function, and returns the tokens as they enter the last layer. Expert-choice: each recursion chooses its tokens.
+# A router gets h (N, C), all tokens after the first layer, and `recursion(x, rows, r)`, the shared block as a
+# function. It returns the tokens as they enter the last layer. Expert-choice: each recursion chooses its tokens.
 # Token-choice: each token chooses its depth. In both, a token that has left is not computed again.
 
 @dataclass
 class Routing:
-    """How a forward pass is to route (first four) and what came of it. All tensors but the losses are detached."""
+    """How a forward pass is to route (the first four), and what came of it. Only the losses carry gradients."""
     causal: bool  # by threshold, as in generation; else by top-k over the row, as in training
     max_depth: int  # tokens still there after this many recursions leave
     threshold: float  # expert-choice, causal: a token goes on while sigmoid(logit) is above
     k: tuple  # expert-choice, not causal: how many tokens of a row each recursion keeps
-    depth: torch.Tensor  # (B, T) recursions each token took, 1..n_rec; (B*T,) until `finish`
-    logits: torch.Tensor  # (B, T, n_rec) raw router logits, NaN where a token was not asked; (B*T, n_rec) until `finish`
+    depth: torch.Tensor  # (B, T) recursions each token took, 1..n_rec; flat until `finish`
+    logits: torch.Tensor  # (B, T, n_rec) raw router logits, NaN where a token was not asked; flat until `finish`
     losses: dict = field(default_factory=dict)  # unweighted scalars: lm; expert: aux, z; token: balance, z
-    health: dict = field(default_factory=dict)  # load, mean_depth, dead, see `finish`; the routers say what they add
+    health: dict = field(default_factory=dict)  # see `finish`; the routers say what they add
 
     def add(self, **losses):
         """Add to the losses; where every recursion has a router, they sum over recursions."""
@@ -277,8 +277,8 @@ class Routing:
             self.losses[name] = self.losses.get(name, 0.0) + value
 
     def finish(self, B, T):
-        """Back to rows; and health numbers: the share of tokens at each depth (load, (n_rec,)), mean_depth, and the share
-        of positions that no row of the batch sent as deep as it could (dead)."""
+        """Back to rows. Health: load (n_rec,), the share of tokens at each depth; mean_depth; dead, the share of
+        positions that no row of the batch sent as deep as it could (67 % for 3 recursions if it never varies)."""
         self.depth, self.logits = self.depth.view(B, T), self.logits.view(B, T, -1)
         load = [(self.depth == r + 1).float().mean() for r in range(self.logits.shape[2])]
         dead = (self.depth < self.max_depth).all(dim=0).float().mean()
@@ -289,10 +289,8 @@ class Routing:
 
 
 class Score(nn.Module):
-    """Router logits of each token, (N, C) -> (N, n_out), read off the raw residual stream, at least in float32.
-
-    DIFFERS: the released code compares alpha * sigmoid(z) in bfloat16, where high scores tie and ties fall at random.
-    """
+    """Router logits of each token, (N, C) -> (N, n_out), read off the raw residual stream in float32."""
+    # DIFFERS: the released code compares alpha * sigmoid(z) in bfloat16, where high scores tie and chance decides.
     def __init__(self, config, n_out):
         super().__init__()
         C, mlp = config.n_embd, config.router_arch == "mlp"
@@ -308,10 +306,10 @@ class Score(nn.Module):
 
 
 def among(chosen, S, x, rows, f):
-    """Run f(x, rows) on the chosen tokens only; the others come back as they are.
+    """Run f(x, rows) on the chosen tokens; the others come back as they are.
 
-    chosen (N',) holds ascending indices into x (N, C); S as in Rows. What f is given is compact, and if f in turn
-    calls `among`, it picks from those survivors: nothing is ever gathered from the full batch again.
+    chosen (N',) holds ascending indices into x (N, C); S as in Rows. What f gets is compact, and when f in turn
+    calls `among` it picks from those survivors: nothing is gathered from the full batch again.
     """
     if len(chosen) == len(x):
         return f(x, rows)
@@ -323,69 +321,69 @@ def among(chosen, S, x, rows, f):
 class ExpertRouter(nn.Module):
     """Expert-choice: at each recursion a router of its own keeps the best of the tokens that are still there.
 
-    Training keeps the k best of a row, which takes a look at the whole row, the future included. Generation cannot,
-    so there a token goes on while sigmoid(z) > threshold, and an auxiliary loss teaches z to foretell the top-k
-    (sampling=aux_router leaves z alone and has a second router learn it). The first recursion takes every token.
-    Health: agreement (n_rec,), how often the threshold would have decided as the top-k did, among those asked.
+    Training keeps the k best of a row. That looks at the whole row, the future included, which generation cannot:
+    there a token goes on while sigmoid(z) > threshold, and an auxiliary loss has taught z to foretell the top-k
+    (or, sampling=aux_router, taught a second router and left z alone). The first recursion takes every token.
+    Health: agreement (n_rec,), how often the threshold would decide as the top-k did, among the tokens asked.
     """
     def __init__(self, config):
         super().__init__()
-        n, self.random, aux = config.n_rec, config.router_arch == "random", config.sampling == "aux_router"
+        self.random, self.block_size = config.router_arch == "random", config.block_size
         self.gate = torch.tanh if config.gate == "tanh" else torch.sigmoid
         self.alpha = 0.1 if config.alpha < 0 else config.alpha
         self.coef = {"aux": config.aux_coef, "z": max(config.z_coef, 0.0)}
-        self.score = nn.ModuleList(Score(config, 1) for _ in range(0 if self.random else n))
-        self.aux_score = nn.ModuleList(Score(config, 1) for _ in range(n if aux else 0))
+        n, n_aux = config.n_rec * (not self.random), config.n_rec * (config.sampling == "aux_router")
+        self.score = nn.ModuleList(Score(config, 1) for _ in range(n))
+        self.aux_score = nn.ModuleList(Score(config, 1) for _ in range(n_aux))
 
     def forward(self, h, rows, recursion, routing, r=0):
         if r == routing.max_depth:
             return h
-        z = self.noise(rows, r, routing) if self.random else self.score[r](h).squeeze(1)                # (N,)
-        guess = self.aux_score[r](h.detach()).squeeze(1) if self.aux_score else z                       # (N,)
-        chosen, S = self.choose(z, guess, rows, routing, r)                                             # (N',)
+        z = self.noise(rows, r, routing) if self.random else self.score[r](h).squeeze(1)   # (N,)
+        guess = self.aux_score[r](h.detach()).squeeze(1) if self.aux_score else z          # (N,)
+        chosen, S = self.choose(z, guess, rows, routing, r)                                # (N',)
         routing.logits[rows.flat, r] = z.detach()
         routing.depth[rows.flat[chosen]] = r + 1
-        gate = self.alpha * (torch.ones_like(z) if self.random else self.gate(z))                       # (N,)
+        gate = self.alpha * (torch.ones_like(z) if self.random else self.gate(z))          # (N,)
 
         def deeper(x, rows):
-            # MoR Eq 2.1. The block's own residuals are inside F: what is added is not only its change of x.
-            x = x + gate[chosen].unsqueeze(1).to(x.dtype) * recursion(x, rows, r)                       # (N', C)
+            # Eq 2.1. The block's own residuals are inside F, so more than its change of x is added.
+            x = x + gate[chosen].unsqueeze(1).to(x.dtype) * recursion(x, rows, r)          # (N', C)
             return self(x, rows, recursion, routing, r + 1)
         return among(chosen, S, h, rows, deeper)
 
     def choose(self, z, guess, rows, routing, r):
-        """Which tokens pass recursion r: ascending indices (N',), and how many in each row if it is the same for all."""
+        """Who passes recursion r: ascending indices (N',), and how many in each row if that is one number."""
         everyone, k = torch.arange(len(z), device=z.device), routing.k[r]
         if routing.causal:
-            # DIFFERS: the released code evaluates with the top-k too. Here 0.5 means z = 0, also under the tanh gate.
+            # DIFFERS: the released code evaluates with the top-k. Here 0.5 is z = 0, for the tanh gate as well.
             keep = guess.detach() > math.log(routing.threshold / (1 - routing.threshold))
             return (everyone, rows.S) if r == 0 else (keep.nonzero().squeeze(1), None)
         chosen = everyone
-        if k < rows.S:   # the best in position order, so that attention stays causal
-            best = z.detach().view(rows.B, rows.S).topk(k, sorted=False).indices.sort(dim=1).values     # (B, k)
-            chosen = (best + everyone[::rows.S].unsqueeze(1)).flatten()                                 # (B * k,)
+        if k < rows.S:   # the best, back in position order, so that attention stays causal
+            best = z.detach().view(rows.B, rows.S).topk(k, sorted=False).indices           # (B, k)
+            chosen = (best.sort(dim=1).values + everyone[::rows.S].unsqueeze(1)).flatten()   # (B * k,)
         kept = torch.zeros_like(guess).index_fill(0, chosen, 1.0)
-        routing.health.setdefault("agreement", []).append(((guess.detach() >= 0) == (kept > 0)).float().mean())
+        agreement = ((guess.detach() >= 0) == (kept > 0)).float().mean()
+        routing.health.setdefault("agreement", []).append(agreement)
         if not self.random:   # means over the tokens that were asked
             routing.add(aux=F.binary_cross_entropy_with_logits(guess, kept), z=z.square().mean())
         return chosen, k
 
     def noise(self, rows, r, routing):
-        """Logits (N,) of router_arch=random. Training draws them anew; elsewhere they are a hash of position and
-        recursion, so that results repeat, and as many are above 0 as training keeps."""
+        """Logits (N,) of router_arch=random: drawn anew in training; else fixed for a position and a recursion,
+        so that results repeat, with as many of them above 0 as training keeps."""
         if self.training and not routing.causal:
             return torch.rand(len(rows.flat), dtype=routing.logits.dtype, device=rows.flat.device)
-        x = rows.flat % rows.T * (2 * r + 1) * 2654435761 % 2**32
-        x = (x ^ x >> 16) * 73244475 % 2**32
-        kept = routing.k[r] / routing.k[max(0, r - 1)]
-        return (x ^ x >> 16).to(routing.logits.dtype) / 2**32 - (1 - kept)
+        u = torch.rand(self.block_size, generator=torch.Generator().manual_seed(r)).to(routing.logits)
+        return u[rows.flat % rows.T] - (1 - routing.k[r] / routing.k[max(0, r - 1)])
 
 
 class TokenRouter(nn.Module):
     """Token-choice: one router, read once after the first layer; each token takes the depth that scores best.
 
-    Causal by construction. Its danger is collapse to one depth, so a balance loss pulls the depths to equal load, or
-    (balance=loss_free) a bias on the choice is nudged after each step, see `update_bias`.
+    Causal by construction. Its danger is a collapse to one depth, against which a balance loss pulls the depths
+    to equal loads, or (balance=loss_free) a bias on the choice is nudged after every step.
     Health: max_vio, (max load - mean load) / mean load; entropy of the mean probabilities, in nats.
     """
     def __init__(self, config):
@@ -399,23 +397,24 @@ class TokenRouter(nn.Module):
         self.register_buffer("bias", torch.zeros(config.n_rec))
 
     def forward(self, h, rows, recursion, routing):
-        z = self.score(h)                                                                    # (N, n_rec)
-        p = self.alpha * (z.softmax(dim=1) if self.softmax else z.sigmoid())                 # (N, n_rec)
-        choice = (p.detach() + self.bias).argmax(dim=1, keepdim=True)                        # (N, 1)
-        depth = (choice.squeeze(1) + 1).clamp(max=routing.max_depth)                         # (N,)
+        z = self.score(h)                                                                  # (N, n_rec)
+        p = self.alpha * (z.softmax(dim=1) if self.softmax else z.sigmoid())               # (N, n_rec)
+        choice = (p.detach() + self.bias).argmax(dim=1, keepdim=True)                      # (N, 1)
+        depth = (choice.squeeze(1) + 1).clamp(max=routing.max_depth)                       # (N,)
         routing.logits[rows.flat], routing.depth[rows.flat] = z.detach(), depth
 
-        load = F.one_hot(choice.squeeze(1), z.shape[1]).to(p.dtype).mean(dim=0)              # (n_rec,)
+        load = F.one_hot(choice.squeeze(1), z.shape[1]).to(p.dtype).mean(dim=0)            # (n_rec,)
         # DIFFERS: p includes alpha, as in the released code; the paper's P_i is the bare probability.
-        routing.add(balance=z.shape[1] * (load * p.mean(dim=0)).sum(), z=z.logsumexp(dim=1).square().mean())
+        balance = z.shape[1] * (load * p.mean(dim=0)).sum()
+        routing.add(balance=balance, z=z.logsumexp(dim=1).square().mean())
         share = p.detach().mean(dim=0) / p.detach().mean(dim=0).sum()
         routing.health.update(max_vio=load.max() / load.mean() - 1, entropy=-(share * share.log()).sum())
-        # DIFFERS: the gate acts once, on the way out, as in the released code; the paper's Eq 2.2 gates every step.
+        # DIFFERS: the gate acts once, on the way out, as in the released code; Eq 2.2 gates every recursion.
         return h + p.gather(1, choice).to(h.dtype) * self.deepen(h, rows, recursion, depth)
 
     def deepen(self, x, rows, recursion, depth, r=0):
         """F applied `depth` (N,) times to each token of x (N, C)."""
-        chosen = (depth > r).nonzero().squeeze(1)                                            # (N',)
+        chosen = (depth > r).nonzero().squeeze(1)                                          # (N',)
 
         def deeper(x, rows):
             return self.deepen(recursion(x, rows, r), rows, recursion, depth[chosen], r + 1)
@@ -423,15 +422,15 @@ class TokenRouter(nn.Module):
 
     @torch.no_grad()
     def update_bias(self, load):
-        """Loss-free balancing, once per optimizer step; load (n_rec,) is the share of the step's tokens per depth."""
+        """Loss-free balancing, after an optimizer step: load (n_rec,) is its share of tokens per depth."""
         self.bias += self.rate * torch.sign(load.mean() - load)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 5. Mixture-of-Recursions
 
 class MoR(nn.Module):
-    """The model. n_rec=1 is a plain Transformer and router=none a plain recursive one: same class, same code path."""
+    """The model. n_rec=1 is a plain Transformer, router=none a plain recursive one: same class, same code path."""
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -442,7 +441,8 @@ class MoR(nn.Module):
         self.norm = nn.RMSNorm(config.n_embd, eps=1e-5)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.wte.weight
-        self.router = {"expert": ExpertRouter, "token": TokenRouter}[config.router](config) if config.routed else None
+        routers = {"expert": ExpertRouter, "token": TokenRouter}
+        self.router = routers[config.router](config) if config.routed else None
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
@@ -450,9 +450,9 @@ class MoR(nn.Module):
     def forward(self, idx, targets=None, causal=None, max_depth=None, threshold=0.5, k=None):
         """idx (B, T) -> logits (B, T, V), loss, Routing.
 
-        targets (B, T): loss is the mean cross-entropy (nats per token, -1 is left out) plus the weighted router losses,
-        else None. causal: see Routing; None means not while training. k: kept tokens per recursion, default
-        config.capacity(T). Raises ValueError for a row longer than block_size or a max_depth or threshold out of range.
+        loss: None without targets (B, T); else their mean cross-entropy in nats per token (-1 is left out) plus
+        the router's losses by their coefficients. causal: see Routing; None: unless training. max_depth: None is
+        n_rec. k: None is config.capacity(T). Raises ValueError, see `check`.
         """
         c, (B, T) = self.config, idx.shape
         causal = not self.training if causal is None else causal
@@ -465,7 +465,7 @@ class MoR(nn.Module):
         rows = Rows(B, T, rope_table(T, c.head_dim, **like), {} if c.cache == "shared" else None,
                     torch.arange(B * T, device=idx.device), T)
 
-        x = self.wte(idx).flatten(0, 1)                                                      # (B*T, C)
+        x = self.wte(idx).flatten(0, 1)                                                    # (B*T, C)
         for block in self.first:
             x = block(x, rows, "first")
         if c.routed:
@@ -475,14 +475,20 @@ class MoR(nn.Module):
                 x = self.recursion(x, rows, r)
         for block in self.last:
             x = block(x, rows, "last")
-        logits = self.lm_head(self.norm(x))                                                  # (B*T, V)
-
-        loss = None
+        logits, loss = self.lm_head(self.norm(x)), None                                    # (B*T, V)
         if targets is not None:
             lm = F.cross_entropy(at_least_float32(logits), targets.flatten(), ignore_index=-1)
             loss = lm + sum(self.router.coef[name] * term for name, term in routing.losses.items())
-            routing.losses["lm"] = lm
+            routing.add(lm=lm)
         return logits.view(B, T, -1), loss, routing.finish(B, T)
+
+    def recursion(self, x, rows, r):
+        """F: recursion r of the shared block on tokens x (N, C). Parameter sharing is the paper's Table 1."""
+        m = len(self.shared)
+        for l in range(r * m, (r + 1) * m):
+            layer = l % m if "cycle" in self.config.sharing else l // self.config.n_rec
+            x = self.shared[layer](x, rows, layer)
+        return x
 
     def check(self, T, max_depth, threshold):
         """ValueError for a row of T tokens that does not fit, or a dial that is out of range."""
@@ -490,40 +496,33 @@ class MoR(nn.Module):
         if not 1 <= T <= c.block_size:
             raise ValueError(f"a row of {T} tokens does not fit: it must hold 1 to block_size={c.block_size}")
         if not 1 <= max_depth <= c.n_rec or max_depth < c.n_rec and "cycle" not in c.sharing:
-            raise ValueError(f"max_depth={max_depth} must be 1 to n_rec={c.n_rec}, and less only where sharing="
-                             f"{c.sharing} is cycle or middle_cycle")
+            raise ValueError(f"max_depth={max_depth} must be 1 to n_rec={c.n_rec}, and below that only where "
+                             f"sharing={c.sharing} is cycle or middle_cycle")
         if not 0 < threshold < 1:
             raise ValueError(f"threshold={threshold} must lie between 0 and 1")
 
-    def recursion(self, x, rows, r):
-        """F: recursion r of the shared block on the tokens x (N, C). Parameter sharing is MoR Table 1."""
-        for l in range(r * len(self.shared), (r + 1) * len(self.shared)):
-            layer = l % len(self.shared) if self.config.sharing.endswith("cycle") else l // self.config.n_rec
-            x = self.shared[layer](x, rows, layer)
-        return x
 
-
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 6. Generation
 
 def pick(logits, u, temperature=1.0, top_k=0):
-    """Draw a token from each row of logits (N, V) with the uniform numbers u (N,) in [0, 1); returns ids (N,).
+    """Draw ids (N,) from logits (N, V) with uniform numbers u (N,) in [0, 1), one for each token.
 
-    One number per token from a stream of its own keeps a sampled text independent of its neighbours. temperature 0
-    takes the likeliest token; top_k > 0 draws from the k likeliest only.
+    Numbers from a stream of its own make a sampled text independent of its neighbours. temperature 0 takes the
+    likeliest token; top_k > 0 draws from the k likeliest only.
     """
     if temperature == 0:
         return logits.argmax(dim=1)
     logits = at_least_float32(logits)
     if 0 < top_k < logits.shape[1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
-    total = (logits / temperature).softmax(dim=1).cumsum(dim=1)                              # (N, V)
-    last = total[:, -1:]   # about 1; u * last must stay below it, or a token of probability 0 could be drawn
+    total = (logits / temperature).softmax(dim=1).cumsum(dim=1)                            # (N, V)
+    last = total[:, -1:]   # about 1; u * last has to stay below, or a token of probability 0 could be drawn
     u = torch.minimum(u.to(last.dtype).unsqueeze(1) * last, torch.nextafter(last, torch.zeros_like(last)))
     return torch.searchsorted(total, u, right=True).squeeze(1)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 7. What it costs
 
 def n_params(config, embedding=True):
@@ -534,35 +533,35 @@ def n_params(config, embedding=True):
 
 
 def shares(config):
-    """Share of the tokens that take each recursion: the capacities (n_rec - r) / n_rec, or all where nothing routes."""
+    """Share of the tokens that take each recursion: (n_rec - r) / n_rec, or all where nothing routes."""
     return [(config.n_rec - r) / config.n_rec if config.routed else 1.0 for r in range(config.n_rec)]
 
 
 def flops_per_token(config, T, paper=False):
-    """Forward FLOPs of one token in a row of T in training, where the shares are the capacities. Training costs thrice.
+    """Forward FLOPs of one token in a row of T in training, loads by capacity. A training step costs thrice that.
 
-    As torch.utils.flop_counter counts them: attention by its full square, although causal kernels skip half of it.
-    paper=True counts as the paper does (its step counts follow from that): half the square, keys and values as wide
-    as queries whatever n_kv_head is, no router, no head.
+    As torch.utils.flop_counter counts, attention by its full square, of which causal kernels skip half. paper: as
+    the paper counts (its numbers of steps follow): half the square, keys and values as wide as queries whatever
+    n_kv_head is, no router and no head.
     """
     c, C, shared = config, config.n_embd, config.cache == "shared"
     kv = 4 * C * (C if paper else c.n_kv_head * c.head_dim)
     linear, attention = 4 * C * C + kv + 6 * C * c.n_ff, (2 if paper else 4) * T * C
     total = c.n_unshared * (linear + attention)
     for r, share in enumerate(shares(c)):
-        seen = 1.0 if shared else share
-        total += c.n_shared * share * (linear - kv * (shared and r > 0) + attention * seen)
+        saved = kv if shared and r > 0 else 0
+        total += c.n_shared * share * (linear - saved + attention * (1.0 if shared else share))
     if paper:
         return total
     if c.routed and c.router_arch != "random":
         asked, n_out = (1.0, c.n_rec) if c.router == "token" else (sum([1.0] + shares(c)[:-1]), 1)
-        asked *= 1 + (c.sampling == "aux_router" and c.router == "expert")
+        asked *= 2 if c.router == "expert" and c.sampling == "aux_router" else 1
         total += asked * (4 * C * (C + n_out) if c.router_arch == "mlp" else 2 * C * n_out)
     return total + 2 * C * c.vocab_size
 
 
 def kv_bytes_per_token(config, mean_depth=None, itemsize=2):
-    """Bytes of keys and values that one token keeps in the cache; mean_depth defaults to that of the capacities."""
+    """Bytes of keys and values that a token keeps in the cache; mean_depth defaults to that of the capacities."""
     mean_depth = sum(shares(config)) if mean_depth is None else mean_depth
     entries = config.n_unshared + config.n_shared * (1 if config.cache == "shared" else mean_depth)
     return entries * 2 * config.n_kv_head * config.head_dim * itemsize

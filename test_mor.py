@@ -27,7 +27,7 @@ torch.set_num_threads(1)   # tiny tensors: a second thread only waits
 ROOT = Path(__file__).resolve().parent
 TINY = dict(vocab_size=96, block_size=32, n_layer=8, n_head=4, n_kv_head=2, n_embd=32, n_ff=48)
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Golden values
 #
 # data/golden.npz holds weights, inputs and outputs of tiny random models, computed in float64 with the authors'
@@ -130,7 +130,7 @@ def test_golden(case):
         close(torch.stack([norms[n] for n in spec["grad_names"]]), expected)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The model against an oracle that loops over tokens in plain Python
 
 def build(seed=0, **options):
@@ -261,7 +261,7 @@ def test_dials(mode):
         assert routing.depth[0].tolist() == depth and max(depth) <= max_depth
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # What must hold of any routing
 
 @torch.no_grad()
@@ -376,7 +376,7 @@ def test_nobody_deeper(router, cache):
     assert depth.min() < 3 == depth.max()
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Routers
 
 def test_expert_losses():
@@ -469,7 +469,7 @@ def test_config_errors():
     MoRConfig(n_rec=1, sharing="sequence"), MoRConfig(router="none", sharing="middle_sequence")
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Sharing and costs
 
 def test_weights_stay_shared(tmp_path):
@@ -562,7 +562,7 @@ def test_compile():
         assert torch.equal(routing.depth, expected[2].depth)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # train.py: options, schedule, checkpoints
 
 SMALL = ["--block_size=32", "--n_layer=5", "--n_embd=32", "--n_head=2", "--n_kv_head=1", "--n_ff=48", "--batch_size=2",
@@ -745,7 +745,7 @@ def test_log_and_learning(go, capsys):
         assert records[0]["config"]["vocab_size"] == 257 and math.isfinite(evals[-1]["val_mean_depth"])
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # data/: one format, one reader
 
 def shard_files(folder, lengths):
@@ -845,7 +845,7 @@ def test_python_source(tmp_path):
     assert python_source.source("python", tmp_path).val.stat().st_mtime_ns == built
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # sample.py
 
 def test_pick():
