@@ -1,8 +1,8 @@
 """Mixture-of-Recursions (MoR): a Transformer that spends more layers on some tokens than on others.
 
-The middle layers of a MoR are one shared block that is applied 1 to N times. A small router, trained along with
-everything else, decides token by token how often. That saves parameters (one block instead of N), compute (a
-token that has left is not computed again) and KV cache (where a token was not computed, it leaves no entry).
+The middle layers of a MoR are one shared block that is applied 1 to N times. A small router, trained along
+with everything else, decides token by token how often. That saves parameters (one block instead of N),
+compute (a token that has left is not computed again) and KV cache (what was not computed leaves no entry).
 
     depth 3                   *         *        the same block a third time, for one third of the tokens
     depth 2             *     *         *        the same block again, for those that its router keeps
@@ -10,15 +10,16 @@ token that has left is not computed again) and KV cache (where a token was not c
     first layer   *     *     *    *    *
                   A    dog   that  ,   barks     after its depth a token waits for the last layer and the head
 
-Paper: arXiv 2507.10524; equation numbers below are the paper's. Where this file departs from the paper or from
-the authors' released code, a comment that begins with DIFFERS: gives the reason.
+Paper: arXiv 2507.10524; equation numbers below are the paper's. Where this file departs from the paper or
+from the authors' released code, a comment that begins with DIFFERS: gives the reason.
 
 Read it from top to bottom: 1 configuration, 2 the ordinary Transformer, 3 which tokens attend to which, 4 who
 goes deeper, 5 the whole model, 6 generation, 7 what it costs. train.py and sample.py run it.
 
 Letters in shape comments: B rows in the batch, T tokens in a row, N tokens in flight (of any rows, N <= B*T),
-S the longest row among them, C width of the residual stream (n_embd), H query heads, G key/value heads, D width
-of a head, V vocabulary. A token is one row of an (N, C) matrix; only attention cares which sequence it is from.
+S the longest row among them, C width of the residual stream (n_embd), H query heads, G key/value heads, D
+width of a head, V vocabulary. A token is one row of an (N, C) matrix; only attention cares which sequence it
+is from.
 Depth counts 1..n_rec in words, outputs and logs; code loops over r = 0..n_rec-1.
 """
 import math
@@ -44,8 +45,8 @@ class MoRConfig:
     n_ff: int = 2560  # width inside the MLP
     n_rec: int = 3  # recursions: how often the shared block can be applied; 1 is a plain Transformer
     sharing: Literal["middle_cycle", "cycle", "middle_sequence", "sequence"] = "middle_cycle"  # who shares
-    router: Literal["expert", "token", "none"] = "expert"  # who decides the depth; none: all take every recursion
-    cache: Literal["recursion", "shared"] = "recursion"  # keys and values of each recursion, or of the first only
+    router: Literal["expert", "token", "none"] = "expert"  # who decides the depth; none: all go to the last
+    cache: Literal["recursion", "shared"] = "recursion"  # keys and values of each recursion, or the first
     router_arch: Literal["linear", "mlp", "random"] = "linear"  # what scores a token; random: a baseline
     gate: Literal["paper", "sigmoid", "tanh", "softmax"] = "paper"  # paper: expert sigmoid, token softmax
     alpha: float = -1.0  # scale of the gate; -1: the paper's, 0.1 for expert and 1.0 for token
@@ -72,13 +73,13 @@ class MoRConfig:
         if self.n_layer <= self.n_unshared:
             raise ValueError(f"n_layer={self.n_layer} must be at least 3 for sharing={self.sharing}")
         if self.routed and "cycle" not in self.sharing:
-            raise ValueError(f"sharing={self.sharing} has no block to repeat for router={self.router}: choose "
-                             "cycle or middle_cycle, or router=none")
+            raise ValueError(f"sharing={self.sharing} has no block that router={self.router} could repeat: "
+                             "choose cycle or middle_cycle, or router=none")
         gates = ("paper", "sigmoid", "softmax" if self.router == "token" else "tanh")
         if self.routed and self.gate not in gates:
             raise ValueError(f"gate={self.gate} does not fit router={self.router}: choose {', '.join(gates)}")
         if self.router_arch == "random" and (self.router != "expert" or self.sampling == "aux_router"):
-            raise ValueError("router_arch=random learns nothing: it needs router=expert and sampling=aux_loss")
+            raise ValueError("router_arch=random has nothing to learn: use router=expert, sampling=aux_loss")
 
     @property
     def routed(self):
@@ -108,8 +109,8 @@ class MoRConfig:
     def capacity(self, T, warm=1.0):
         """Tokens of a row of T that expert-choice keeps at each recursion: (n_rec - r) / n_rec of them, >= 1.
 
-        warm in [0, 1]: progress of the capacity warm-up (the paper's appendix tried it), which starts with all T
-        and comes down on a cosine, in steps of T/16 so that compiled code meets few sizes.
+        warm in [0, 1]: progress of the capacity warm-up (the paper's appendix tried it), which starts with
+        all T and comes down on a cosine, in steps of T/16 so that compiled code meets few sizes.
         """
         k = [max(1, (self.n_rec - r) * T // self.n_rec) for r in range(self.n_rec)]
         if warm < 1:
@@ -129,7 +130,7 @@ PRESETS = {
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 2. The ordinary Transformer: Llama as in SmolLM. Nothing here is new, but that tokens come without their rows
+# 2. The ordinary Transformer: Llama, as in SmolLM. New is only that tokens come without their rows
 
 def at_least_float32(x):
     """Router logits, sampling and losses are never computed in half precision (float64 stays float64)."""
@@ -137,14 +138,14 @@ def at_least_float32(x):
 
 
 def rope_table(T, D, dtype, device, theta=10000.0):
-    """cos and sin, (T, D/2) each, of the angles by which positions turn: pair i by theta^(-2i/D) per position."""
+    """cos and sin, (T, D/2) each, of the angles by which positions turn: t * theta^(-2i/D) for pair i."""
     freq = theta ** (-torch.arange(0, D, 2, device=device, dtype=dtype) / D)               # (D/2,)
     angle = torch.arange(T, device=device, dtype=dtype)[:, None] * freq                    # (T, D/2)
     return angle.cos(), angle.sin()
 
 
 def rotate(x, rope):
-    """Turn the pairs (i, i + D/2) of x (N, H, D) by their token's angles; rope: cos and sin, (N, 1, D/2) each."""
+    """Turn pairs (i, i + D/2) of x (N, H, D) by their token's angles; rope: cos and sin, (N, 1, D/2) each."""
     (a, b), (cos, sin) = x.chunk(2, dim=-1), rope
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -178,7 +179,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer, for N tokens (N, C) of any rows. `rows` knows who attends to whom; `layer` names this layer."""
+    """One layer, for N tokens (N, C) of any rows. `rows` knows who attends to whom, `layer` is its name."""
     def __init__(self, config):
         super().__init__()
         self.attn_norm = nn.RMSNorm(config.n_embd, eps=1e-5)
@@ -197,17 +198,18 @@ class Block(nn.Module):
 class Rows:
     """Where N tokens stand: B rows of T positions, each of which may hold any number of these tokens.
 
-    One rule serves everything: a query sees exactly the keys it is handed whose position is not after its own.
-    The two KV caches of the paper (section 2.2.2) differ in which keys are handed over:
+    One rule serves everything: a query sees exactly the keys it is handed whose position is not after its
+    own. The two KV caches of the paper (section 2.2.2) differ in which keys are handed over:
 
         cache         who writes keys and values        what a query at depth r sees
         recursion     every token, wherever it goes     the tokens that went as deep as r
         shared        every token, at depth 1 only      every token; deeper, no key and no value is projected
 
-    Tokens stay in row order, and in position order within a row: then `is_causal` is that rule, without a mask.
+    Tokens stay in row order, and in position order within a row: then `is_causal` is that rule, maskless.
 
-    flat (N,): row * T + position of each token, ascending. S: tokens in each row, or None if rows hold different
-    numbers. table: see rope_table. store: keys and values by layer for the shared cache, None for the other.
+    flat (N,): row * T + position of each token, ascending. S: tokens in each row, or None if rows hold
+    different numbers. table: see rope_table. store: keys and values by layer for the shared cache, None for
+    the other.
     """
     def __init__(self, B, T, table, store, flat, S=None):
         self.B, self.T, self.table, self.store, self.flat, self.S = B, T, table, store, flat, S
@@ -223,7 +225,7 @@ class Rows:
         return Rows(self.B, self.T, self.table, self.store, self.flat[chosen], S)
 
     def writes(self, layer):
-        """Whether this layer has keys and values to make: always, or if shared, only the first time it runs."""
+        """Whether this layer has keys and values to make; shared ones, only the first time that it runs."""
         return self.store is None or layer not in self.store
 
     def attend(self, layer, q, k, v):
@@ -256,18 +258,18 @@ class Rows:
 # 4. Who goes deeper: two routers
 #
 # A router gets h (N, C), all tokens after the first layer, and `recursion(x, rows, r)`, the shared block as a
-# function. It returns the tokens as they enter the last layer. Expert-choice: each recursion chooses its tokens.
-# Token-choice: each token chooses its depth. In both, a token that has left is not computed again.
+# function. It returns the tokens as they enter the last layer. Expert-choice: each recursion chooses its
+# tokens. Token-choice: each token chooses its depth. In both, a token that has left is not computed again.
 
 @dataclass
 class Routing:
-    """How a forward pass is to route (the first four), and what came of it. Only the losses carry gradients."""
+    """How a forward pass is to route (the first four), and what came of it. Only losses carry gradients."""
     causal: bool  # by threshold, as in generation; else by top-k over the row, as in training
     max_depth: int  # tokens still there after this many recursions leave
     threshold: float  # expert-choice, causal: a token goes on while sigmoid(logit) is above
     k: tuple  # expert-choice, not causal: how many tokens of a row each recursion keeps
     depth: torch.Tensor  # (B, T) recursions each token took, 1..n_rec; flat until `finish`
-    logits: torch.Tensor  # (B, T, n_rec) raw router logits, NaN where a token was not asked; flat until `finish`
+    logits: torch.Tensor  # (B, T, n_rec) raw router logits, NaN where not asked; flat until `finish`
     losses: dict = field(default_factory=dict)  # unweighted scalars: lm; expert: aux, z; token: balance, z
     health: dict = field(default_factory=dict)  # see `finish`; the routers say what they add
 
@@ -277,8 +279,8 @@ class Routing:
             self.losses[name] = self.losses.get(name, 0.0) + value
 
     def finish(self, B, T):
-        """Back to rows. Health: load (n_rec,), the share of tokens at each depth; mean_depth; dead, the share of
-        positions that no row of the batch sent as deep as it could (67 % for 3 recursions if it never varies)."""
+        """Back to rows. Health: load (n_rec,), the share of tokens at each depth; mean_depth; dead, the share
+        of positions that no row of the batch sent to the last recursion (2/3 where it is always the same)."""
         self.depth, self.logits = self.depth.view(B, T), self.logits.view(B, T, -1)
         load = [(self.depth == r + 1).float().mean() for r in range(self.logits.shape[2])]
         dead = (self.depth < self.max_depth).all(dim=0).float().mean()
@@ -290,7 +292,7 @@ class Routing:
 
 class Score(nn.Module):
     """Router logits of each token, (N, C) -> (N, n_out), read off the raw residual stream in float32."""
-    # DIFFERS: the released code compares alpha * sigmoid(z) in bfloat16, where high scores tie and chance decides.
+    # DIFFERS: the released code compares alpha * sigmoid(z) in bfloat16, where high scores tie.
     def __init__(self, config, n_out):
         super().__init__()
         C, mlp = config.n_embd, config.router_arch == "mlp"
@@ -308,8 +310,8 @@ class Score(nn.Module):
 def among(chosen, S, x, rows, f):
     """Run f(x, rows) on the chosen tokens; the others come back as they are.
 
-    chosen (N',) holds ascending indices into x (N, C); S as in Rows. What f gets is compact, and when f in turn
-    calls `among` it picks from those survivors: nothing is gathered from the full batch again.
+    chosen (N',) holds ascending indices into x (N, C); S as in Rows. What f gets is compact, and when f in
+    turn calls `among` it picks from those survivors: nothing is gathered from the full batch again.
     """
     if len(chosen) == len(x):
         return f(x, rows)
@@ -321,9 +323,11 @@ def among(chosen, S, x, rows, f):
 class ExpertRouter(nn.Module):
     """Expert-choice: at each recursion a router of its own keeps the best of the tokens that are still there.
 
-    Training keeps the k best of a row. That looks at the whole row, the future included, which generation cannot:
-    there a token goes on while sigmoid(z) > threshold, and an auxiliary loss has taught z to foretell the top-k
-    (or, sampling=aux_router, taught a second router and left z alone). The first recursion takes every token.
+    Training keeps the k best of a row. That looks at the whole row, the future included, which generation
+    cannot: there a token goes on while sigmoid(z) > threshold, and an auxiliary loss has taught z to foretell
+    the top-k (or, sampling=aux_router, taught a second router and left z alone). The first recursion takes
+    every token.
+
     Health: agreement (n_rec,), how often the threshold would decide as the top-k did, among the tokens asked.
     """
     def __init__(self, config):
@@ -356,7 +360,7 @@ class ExpertRouter(nn.Module):
         """Who passes recursion r: ascending indices (N',), and how many in each row if that is one number."""
         everyone, k = torch.arange(len(z), device=z.device), routing.k[r]
         if routing.causal:
-            # DIFFERS: the released code evaluates with the top-k. Here 0.5 is z = 0, for the tanh gate as well.
+            # DIFFERS: the released code evaluates with the top-k. (0.5 is z = 0, also under the tanh gate.)
             keep = guess.detach() > math.log(routing.threshold / (1 - routing.threshold))
             return (everyone, rows.S) if r == 0 else (keep.nonzero().squeeze(1), None)
         chosen = everyone
@@ -371,10 +375,10 @@ class ExpertRouter(nn.Module):
         return chosen, k
 
     def noise(self, rows, r, routing):
-        """Logits (N,) of router_arch=random: drawn anew in training; else fixed for a position and a recursion,
-        so that results repeat, with as many of them above 0 as training keeps."""
+        """Logits (N,) of router_arch=random. Drawn anew in training (on the CPU: checkpoints keep its state);
+        else fixed by position and recursion, so that results repeat, as many above 0 as training keeps."""
         if self.training and not routing.causal:
-            return torch.rand(len(rows.flat), dtype=routing.logits.dtype, device=rows.flat.device)
+            return torch.rand(len(rows.flat)).to(routing.logits)
         u = torch.rand(self.block_size, generator=torch.Generator().manual_seed(r)).to(routing.logits)
         return u[rows.flat % rows.T] - (1 - routing.k[r] / routing.k[max(0, r - 1)])
 
@@ -382,8 +386,9 @@ class ExpertRouter(nn.Module):
 class TokenRouter(nn.Module):
     """Token-choice: one router, read once after the first layer; each token takes the depth that scores best.
 
-    Causal by construction. Its danger is a collapse to one depth, against which a balance loss pulls the depths
-    to equal loads, or (balance=loss_free) a bias on the choice is nudged after every step.
+    Causal by construction. Its danger is a collapse to one depth, against which a balance loss pulls the
+    depths to equal loads, or (balance=loss_free) a bias on the choice is nudged after every step.
+
     Health: max_vio, (max load - mean load) / mean load; entropy of the mean probabilities, in nats.
     """
     def __init__(self, config):
@@ -430,7 +435,7 @@ class TokenRouter(nn.Module):
 # 5. Mixture-of-Recursions
 
 class MoR(nn.Module):
-    """The model. n_rec=1 is a plain Transformer, router=none a plain recursive one: same class, same code path."""
+    """The model. n_rec=1 is a plain Transformer, router=none a plain recursive one, by the same code."""
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -450,9 +455,9 @@ class MoR(nn.Module):
     def forward(self, idx, targets=None, causal=None, max_depth=None, threshold=0.5, k=None):
         """idx (B, T) -> logits (B, T, V), loss, Routing.
 
-        loss: None without targets (B, T); else their mean cross-entropy in nats per token (-1 is left out) plus
-        the router's losses by their coefficients. causal: see Routing; None: unless training. max_depth: None is
-        n_rec. k: None is config.capacity(T). Raises ValueError, see `check`.
+        loss: None without targets (B, T); else their mean cross-entropy in nats per token (-1 is left out)
+        plus the router's losses by their coefficients. causal: see Routing; None: unless training. max_depth:
+        None is n_rec. k: None is config.capacity(T). Raises ValueError, see `check`.
         """
         c, (B, T) = self.config, idx.shape
         causal = not self.training if causal is None else causal
@@ -508,8 +513,8 @@ class MoR(nn.Module):
 def pick(logits, u, temperature=1.0, top_k=0):
     """Draw ids (N,) from logits (N, V) with uniform numbers u (N,) in [0, 1), one for each token.
 
-    Numbers from a stream of its own make a sampled text independent of its neighbours. temperature 0 takes the
-    likeliest token; top_k > 0 draws from the k likeliest only.
+    Numbers from a stream of its own make a sampled text independent of its neighbours. temperature 0 takes
+    the likeliest token; top_k > 0 draws from the k likeliest only.
     """
     if temperature == 0:
         return logits.argmax(dim=1)
@@ -538,11 +543,11 @@ def shares(config):
 
 
 def flops_per_token(config, T, paper=False):
-    """Forward FLOPs of one token in a row of T in training, loads by capacity. A training step costs thrice that.
+    """Forward FLOPs of one token in a row of T in training, loads by capacity. A training step costs thrice.
 
-    As torch.utils.flop_counter counts, attention by its full square, of which causal kernels skip half. paper: as
-    the paper counts (its numbers of steps follow): half the square, keys and values as wide as queries whatever
-    n_kv_head is, no router and no head.
+    As torch.utils.flop_counter counts, attention by its full square, of which causal kernels skip half.
+    paper: as the paper counts (its numbers of steps follow): half the square, keys and values as wide as
+    queries whatever n_kv_head is, no router and no head.
     """
     c, C, shared = config, config.n_embd, config.cache == "shared"
     kv = 4 * C * (C if paper else c.n_kv_head * c.head_dim)
@@ -561,7 +566,7 @@ def flops_per_token(config, T, paper=False):
 
 
 def kv_bytes_per_token(config, mean_depth=None, itemsize=2):
-    """Bytes of keys and values that a token keeps in the cache; mean_depth defaults to that of the capacities."""
+    """Bytes of keys and values that a token keeps in the cache; mean_depth defaults to the capacities'."""
     mean_depth = sum(shares(config)) if mean_depth is None else mean_depth
     entries = config.n_unshared + config.n_shared * (1 if config.cache == "shared" else mean_depth)
     return entries * 2 * config.n_kv_head * config.head_dim * itemsize

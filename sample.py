@@ -30,12 +30,13 @@ class SampleConfig:
     seed: int = 1337  # of the first text; each further one adds 1
     max_depth: int = 0  # recursions a token can take at most; 0: all of the model's
     threshold: float = 0.5  # expert-choice: a token goes deeper while its router says more than this
-    color: Literal["auto", "always", "never"] = "auto"  # never, or not a terminal: a line of depths below each line
+    color: Literal["auto", "always", "never"] = "auto"  # without colour, a line of depths below each line
     device: str = "auto"  # cpu, cuda, mps; auto: the best there is
 
     def __post_init__(self):
         if self.max_new_tokens < 0 or self.num_samples < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens} and num_samples={self.num_samples} count what to write")
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 0, and "
+                             f"num_samples={self.num_samples} at least 1")
         if not 0 <= self.temperature < math.inf or self.top_k < 0:
             raise ValueError(f"temperature={self.temperature} and top_k={self.top_k} must not be negative")
         if not 0 <= self.seed < 2**32:
@@ -49,7 +50,7 @@ def write(model, prompt, config, seed, device, precision):
     idx = torch.tensor([prompt], device=device)                                              # (1, T)
     for _ in range(min(config.max_new_tokens, model.config.block_size - len(prompt))):
         with precision:
-            logits, _, routing = model(idx, causal=True, max_depth=config.max_depth or None, threshold=config.threshold)
+            logits, _, routing = model(idx, max_depth=config.max_depth or None, threshold=config.threshold)
         u = torch.rand(1, generator=generator, dtype=torch.float64).to(device)
         token = pick(logits[:, -1], u, config.temperature, config.top_k)                     # (1,)
         yield token.item(), routing.depth[0, -1].item()
@@ -57,11 +58,13 @@ def write(model, prompt, config, seed, device, precision):
 
 
 class Printer:
-    """Text as it comes. On a terminal the depth is the background colour; elsewhere it is a digit below the text."""
+    """Text as it comes. On a terminal the depth is the background colour; elsewhere it is a digit below the
+    text."""
     BACKGROUND = [0, 153, 216, 210, 177]   # of the 256 terminal colours, by depth; deeper ones go round
 
     def __init__(self, color):
-        self.color = color == "always" or color == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        terminal = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        self.color = terminal if color == "auto" else color == "always"
         self.decoder, self.depths = codecs.getincrementaldecoder("utf-8")("replace"), ""
 
     def paint(self, text, depth):
@@ -92,8 +95,8 @@ def main(argv):
     model = checkpoint["model"].to(device).eval()
     prompt = [python_source.EOF] + python_source.encode(config.prompt)
     if len(prompt) > model.config.block_size:
-        raise ValueError(f"the prompt has {len(prompt) - 1} tokens, but a row of this model holds {model.config.block_size - 1}: "
-                         "give a shorter --prompt")
+        raise ValueError(f"the prompt has {len(prompt) - 1} tokens, but a row of this model has room for "
+                         f"{model.config.block_size - 1}: give a shorter --prompt")
     model.check(len(prompt), config.max_depth or model.config.n_rec, config.threshold)
     precision = autocast(device, checkpoint["train_config"]["dtype"] if device.type == "cuda" else "float32")
     printer, depths = Printer(config.color), []
@@ -108,9 +111,9 @@ def main(argv):
             printer(python_source.decode([token]), depth)
         printer(b"", final=True)
         printer.end_line()
-    legend = " ".join(printer.paint(f" {d}: {100 * depths.count(d) / max(1, len(depths)):.0f}% ", d)
-                      for d in range(1, model.config.n_rec + 1))
-    print(f"depth {legend}  mean {sum(depths) / max(1, len(depths)):.2f} of {model.config.n_rec} over {len(depths)} tokens")
+    n, n_rec = max(1, len(depths)), model.config.n_rec
+    legend = " ".join(printer.paint(f" {d}: {100 * depths.count(d) / n:.0f}% ", d) for d in range(1, n_rec + 1))
+    print(f"depth {legend}  mean {sum(depths) / n:.2f} of {n_rec} over {len(depths)} tokens")
 
 
 if __name__ == "__main__":

@@ -742,7 +742,7 @@ def test_log_and_learning(go, capsys):
         losses = [r["lm"] for r in records if "lm" in r]
         evals = [r for r in records if "val_causal" in r]
         assert losses[-1] < losses[0] - 1 and len(evals) == 2 and evals[-1]["val_causal"] < 4
-        assert records[0]["config"]["vocab_size"] == 257 and math.isfinite(evals[-1]["val_mean_depth"])
+        assert records[0]["vocab_size"] == 257 and math.isfinite(evals[-1]["val_mean_depth"])
 
 
 # ------------------------------------------------------------------------------------------------------------

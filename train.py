@@ -33,9 +33,9 @@ from mor import MoR, MoRConfig, PRESETS, n_params
 
 @dataclass
 class TrainConfig:
-    """How to train. The defaults are those of the tiny model on two CPU cores; see `machine` for the others."""
-    model: Literal[tuple(PRESETS)] = "tiny"  # sizes to start from; every field of the model can be given as well
-    data: str = "python"  # python: the source of Python's standard library; else a text file or a folder of text
+    """How to train. The defaults are those of the tiny model on two CPU cores; `machine` has others."""
+    model: Literal[tuple(PRESETS)] = "tiny"  # sizes to start from; each can be given by itself as well
+    data: str = "python"  # python: the source of Python's standard library; else a text file or a folder
     data_dir: str = "data"  # where token files are built
     out_dir: str = "out"  # where checkpoints and log.jsonl go
     resume: str = ""  # a checkpoint, or a folder with a ckpt.pt, to go on from
@@ -43,16 +43,16 @@ class TrainConfig:
     batch_size: int = 16  # rows of block_size tokens in a micro-batch
     grad_accum: int = 1  # micro-batches in a step
     learning_rate: float = 4e-3  # peak of the schedule
-    schedule: Literal["wsd", "cosine"] = "wsd"  # wsd: warm-up, plateau, then down to 0 over the last 20 % of the steps
+    schedule: Literal["wsd", "cosine"] = "wsd"  # wsd: up, plateau, down to 0 over the last 20 % of the steps
     warmup_steps: int = -1  # steps from 0 to the peak; -1: 5 % of max_steps
-    capacity_warmup: int = 0  # expert-choice: steps in which the kept tokens come down from all to their capacity
+    capacity_warmup: int = 0  # expert-choice: steps in which capacities come down from all tokens to theirs
     keep_steps: str = ""  # steps whose checkpoints are kept as step_N.pt to branch off from, as in 400,800
     eval_interval: int = 250  # steps between evaluations; each saves ckpt.pt
     eval_batches: int = 20  # batches in an evaluation
     log_interval: int = 10  # steps between log lines
     seed: int = 1337  # of the weights and of the order of the data
     device: str = "auto"  # cpu, cuda, cuda:1, mps; auto: the best there is
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of matrix products; weights and residual stream are float32
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of matrix products; the rest is float32
     compile: bool = False  # torch.compile the training step
 
     def __post_init__(self):
@@ -64,12 +64,12 @@ class TrainConfig:
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} must be 0 to {2**32 - 1}")
         if not re.fullmatch(r"(\d+(,\d+)*)?", self.keep_steps):
-            raise ValueError(f"keep_steps={self.keep_steps} must be steps with commas between them, as in 400,800")
+            raise ValueError(f"keep_steps={self.keep_steps} must be steps, as in 400,800")
 
 
 # What a resumed run may change; all else decides what is computed, and has to be as the checkpoint says.
-CHANGEABLE = {"data_dir", "out_dir", "resume", "max_steps", "keep_steps", "eval_interval", "eval_batches", "log_interval",
-              "device", "compile"}
+CHANGEABLE = {"data_dir", "out_dir", "resume", "max_steps", "keep_steps", "eval_interval", "eval_batches",
+              "log_interval", "device", "compile"}
 
 
 def fail(message):
@@ -89,7 +89,7 @@ def guarded(main):
     except (RuntimeError, MemoryError) as error:
         if "memory" not in str(error):
             raise
-        fail("out of memory: choose a smaller --batch_size (and a larger --grad_accum), --block_size or --model")
+        fail("out of memory: choose a smaller --batch_size (with more --grad_accum), --block_size or --model")
 
 
 def whole(text):
@@ -105,7 +105,8 @@ def boolean(text):
 
 
 def parse(argv, doc, *classes):
-    """The options that were given, by name. Each field of the dataclasses is an option, the comment behind it its help."""
+    """The options that were given, by name. Each field of the classes is one; the comment behind it is its
+    help."""
     parser = argparse.ArgumentParser(allow_abbrev=False, argument_default=argparse.SUPPRESS, description=doc,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = fail
@@ -113,15 +114,16 @@ def parse(argv, doc, *classes):
         group = parser.add_argument_group(cls.__name__)
         notes = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.MULTILINE))
         for f in fields(cls):
-            literal = get_origin(f.type) is Literal
-            group.add_argument(f"--{f.name}", help=f"{notes[f.name]} (default: {f.default})".replace("%", "%%"),
-                               type=str if literal else {bool: boolean, int: whole}.get(f.type, f.type),
-                               choices=get_args(f.type) if literal else None,
-                               metavar=None if literal else f.type.__name__.upper())
+            choices = get_args(f.type) if get_origin(f.type) is Literal else None
+            kind = str if choices else {bool: boolean, int: whole}.get(f.type, f.type)
+            note = f"{notes[f.name]} (default: {f.default})".replace("%", "%%")
+            group.add_argument(f"--{f.name}", type=kind, choices=choices, help=note,
+                               metavar=None if choices else kind.__name__)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
-        near = difflib.get_close_matches(unknown[0].split("=")[0], parser._option_string_actions, n=1)
-        fail(f"unknown option {unknown[0]}; " + (f"did you mean {near[0]}?" if near else "--help lists them all"))
+        names = [f"--{f.name}" for cls in classes for f in fields(cls)]
+        near = difflib.get_close_matches(unknown[0].split("=")[0], names, n=1)
+        fail(f"unknown option {unknown[0]}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
     return vars(given)
 
 
@@ -132,7 +134,8 @@ def pick_device(name):
     try:
         return torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device={name} cannot be used here ({str(error).splitlines()[0]}): try --device=cpu") from None
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--device={name} cannot be used here ({reason}): try --device=cpu") from None
 
 
 def machine(device):
@@ -146,38 +149,39 @@ def machine(device):
 
 
 def settle(given, checkpoint):
-    """MoRConfig and TrainConfig of this run: the command line over the checkpoint, or over preset and machine."""
+    """MoRConfig and TrainConfig of this run: command line over checkpoint, or over preset and machine."""
     if checkpoint:
-        base = {**checkpoint["config"], **checkpoint["train_config"], "out_dir": str(checkpoint["path"].parent)}
+        path = checkpoint["path"]
+        base = {**checkpoint["config"], **checkpoint["train_config"], "out_dir": str(path.parent)}
         for name, value in given.items():
             if name not in CHANGEABLE and value != base[name]:
-                raise ValueError(f"--{name}={value} contradicts {name}={base[name]} of {checkpoint['path']}: leave the option "
-                                 "out, or start a new run with another --out_dir and without --resume")
+                raise ValueError(f"--{name}={value} contradicts {name}={base[name]} of {path}: leave it out, "
+                                 "or start a new run without --resume")
     else:
         base = {**machine(pick_device(given.get("device", "auto")))[0], **PRESETS[given.get("model", "tiny")]}
     base.update(given)
-    model_fields = {f.name for f in fields(MoRConfig)}
-    return (MoRConfig(**{k: v for k, v in base.items() if k in model_fields}),
-            TrainConfig(**{k: v for k, v in base.items() if k not in model_fields}))
+    ours = {f.name: base.pop(f.name) for f in fields(MoRConfig) if f.name in base}
+    return MoRConfig(**ours), TrainConfig(**base)
 
 
 def check_out_dir(tc, checkpoint):
-    """Make out_dir. Nothing is overwritten, but for a ckpt.pt by the run that goes on from it."""
+    """Make out_dir. Nothing in it is overwritten, but a ckpt.pt by the run that goes on from it."""
     out, mine = Path(tc.out_dir), checkpoint and checkpoint["path"].resolve()
     out.mkdir(parents=True, exist_ok=True)
-    others = [p for p in sorted(out.glob("ckpt.pt" if checkpoint else "*.pt")) if p.resolve() != mine]
-    if others:
-        raise ValueError(f"{others[0]} would be overwritten: go on from it with --resume={out}, or choose another --out_dir")
+    for path in sorted(out.glob("ckpt.pt" if checkpoint else "*.pt")):
+        if path.resolve() != mine:
+            raise ValueError(f"{path} would be overwritten: go on from it with --resume={out}, or choose "
+                             "another --out_dir")
     if checkpoint and checkpoint["step"] >= tc.max_steps:
-        raise ValueError(f"{checkpoint['path']} is at step {checkpoint['step']} already: give a --max_steps above "
-                         f"{tc.max_steps} to go on")
+        raise ValueError(f"{checkpoint['path']} is at step {checkpoint['step']} already: give a larger "
+                         f"--max_steps than {tc.max_steps}")
 
 
 # ------------------------------------------------------------------------------------------------------------
 # Checkpoints: tensors and plain types only, so that torch.load needs no trust
 
 def load_checkpoint(path):
-    """What `Run.save` wrote to a file, or to the ckpt.pt of a folder, and its model. ValueError if there is none."""
+    """What `Run.save` wrote to a file, or to ckpt.pt in a folder, and its model; ValueError for all else."""
     path = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
     if not path.is_file():
         raise ValueError(f"there is no checkpoint {path}: train one first with python train.py --n_rec=3")
@@ -187,12 +191,14 @@ def load_checkpoint(path):
         model.load_state_dict(checkpoint["model"])
         TrainConfig(**checkpoint["train_config"])
     except Exception as error:
-        raise ValueError(f"{path} is not a checkpoint of this project ({type(error).__name__}: {str(error)[:80]})") from None
+        reason = f"{type(error).__name__}: {str(error)[:80]}"
+        raise ValueError(f"{path} is not a checkpoint of this project ({reason})") from None
     return {**checkpoint, "model": model, "path": path}
 
 
 def save_checkpoint(path, state):
-    """Written beside and then renamed: whatever happens, `path` is a whole checkpoint, the old one or the new one."""
+    """Written beside, then renamed: whatever happens, `path` is a whole checkpoint, the old or the new
+    one."""
     beside = path.with_suffix(".tmp")
     with open(beside, "wb") as f:
         torch.save(state, f)
@@ -205,7 +211,7 @@ def save_checkpoint(path, state):
 # Training
 
 def lr_at(step, config):
-    """Learning rate of a step (from 0): `wsd` is the paper's trapezoid, `cosine` ends at a tenth of the peak."""
+    """Learning rate of a step (from 0): wsd is the paper's trapezoid, cosine ends at a tenth of the peak."""
     warmup = config.warmup_steps if config.warmup_steps >= 0 else round(0.05 * config.max_steps)
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
@@ -222,9 +228,10 @@ def make_optimizer(model, config):
     """
     groups = {}
     for name, p in model.named_parameters():
-        groups.setdefault((0.1 if p.dim() > 1 else 0.0, 10.0 if "aux_score" in name else 1.0), []).append(p)
-    return torch.optim.AdamW([dict(params=p, weight_decay=decay, scale=scale) for (decay, scale), p in groups.items()],
-                             lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+        key = ("weight_decay", 0.1 if p.dim() > 1 else 0.0), ("scale", 10.0 if "aux_score" in name else 1.0)
+        groups.setdefault(key, []).append(p)
+    groups = [dict(key, params=params) for key, params in groups.items()]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
 def autocast(device, dtype):
@@ -233,13 +240,14 @@ def autocast(device, dtype):
 
 @torch.no_grad()
 def evaluate(model, batches, dtype):
-    """Validation loss as generation routes (causal), for expert-choice also as training does (topk), and the health of
-    the causal routing, all as means over the rows; agreement is how often threshold and top-k decide alike."""
+    """Means over the rows: the loss as generation routes (causal), for expert-choice the loss as training
+    does (topk) and how often threshold and top-k agree, and the health of the causal routing."""
     c, sums, n = model.config, {}, sum(len(x) for x, _ in batches)
+    modes = [("topk", False)] * (c.routed and c.router == "expert") + [("causal", True)]
     model.eval()
     for x, y in batches:
         numbers = {}
-        for name, causal in [("topk", False), ("causal", True)][0 if c.routed and c.router == "expert" else 1:]:
+        for name, causal in modes:
             with autocast(x.device, dtype):
                 routing = model(x, y, causal=causal)[2]
             numbers.update(routing.health, **{name: routing.losses["lm"]})
@@ -250,14 +258,15 @@ def evaluate(model, batches, dtype):
 
 
 def pulse(numbers):
-    """The router's part of a log line: a collapse to one depth, or a threshold that does not follow the top-k, shows."""
+    """The router's part of a log line. A collapse to one depth, or a threshold unlike the top-k, shows."""
     percent = lambda values: f"[{' '.join(f'{100 * v:.0f}' for v in values)}]%"
     words = [""]
     if len(numbers["load"]) > 1:
         words.append(f"depth {numbers['mean_depth']:.2f} {percent(numbers['load'])}")
-        words += [f"{name} {numbers[name]:.2f}" for name in ("aux", "balance", "max_vio", "entropy") if name in numbers]
+        for name in ("aux", "balance", "max_vio", "entropy"):
+            words += [f"{name} {numbers[name]:.2f}"] if name in numbers else []
         words += [f"agree {percent(numbers['agreement'][1:])}"] if "agreement" in numbers else []
-        words += [f"dead {100 * numbers['dead']:.0f}%"]
+        words.append(f"dead {100 * numbers['dead']:.0f}%")
     return " | ".join(words)
 
 
@@ -273,34 +282,31 @@ class Run:
             self.step = checkpoint["step"]
             self.optimizer.load_state_dict(checkpoint["optimizer"])
             torch.set_rng_state(checkpoint["rng"])
-            if self.device.type == "cuda" and "cuda_rng" in checkpoint:
-                torch.cuda.set_rng_state(checkpoint["cuda_rng"], self.device)
         self.reader = Reader(source.train, tc.batch_size, config.block_size, tc.seed, self.device,
                              checkpoint and checkpoint["reader"])
-        # Expert-choice has the same shapes at every step. Token-choice has others each time, and runs uncompiled.
+        # Expert-choice has the same shapes at every step; token-choice has new ones, and runs uncompiled.
         static = not (config.routed and config.router == "token")
         self.forward = torch.compile(self.model, fullgraph=True) if tc.compile and static else self.model
 
     def save(self, name):
         state = dict(config=asdict(self.config), train_config=asdict(self.tc), step=self.step,
-                     model=self.model.state_dict(), optimizer=self.optimizer.state_dict(), reader=self.reader.state,
-                     rng=torch.get_rng_state(), tokenizer=self.source.tokenizer, data=self.source.name)
-        if self.device.type == "cuda":
-            state["cuda_rng"] = torch.cuda.get_rng_state(self.device)
+                     model=self.model.state_dict(), optimizer=self.optimizer.state_dict(),
+                     reader=self.reader.state, rng=torch.get_rng_state(),
+                     tokenizer=self.source.tokenizer, data=self.source.name)
         save_checkpoint(Path(self.tc.out_dir) / name, state)
 
     def train_step(self):
-        """One optimizer step. Returns its numbers as tensors on the device, so that nothing waits for them."""
+        """One optimizer step. Its numbers are returned as tensors on the device: nothing waits for them."""
         tc, config, numbers = self.tc, self.config, {}
         for group in self.optimizer.param_groups:
             group["lr"] = lr_at(self.step, tc) * group["scale"]
-        # DIFFERS: counted in steps; the released code counts forward calls, so that accumulation shortens the warm-up.
-        k = config.capacity(config.block_size, min(1.0, self.step / tc.capacity_warmup) if tc.capacity_warmup else 1.0)
+        # DIFFERS: counted in steps; the released code counts forward calls, which accumulation multiplies.
+        k = config.capacity(config.block_size, min(1.0, self.step / max(1, tc.capacity_warmup)))
         for _ in range(tc.grad_accum):
             x, y = next(self.reader)
             with autocast(self.device, tc.dtype):
                 _, loss, routing = self.forward(x, y, causal=False, k=k)
-            # DIFFERS: every loss is a mean over the step; the released code sums the auxiliary loss over micro-batches.
+            # DIFFERS: every loss is a mean over the step; the released code sums the auxiliary one over it.
             (loss / tc.grad_accum).backward()
             for name, value in {**routing.health, **routing.losses}.items():
                 numbers[name] = numbers.get(name, 0.0) + value.detach() / tc.grad_accum
@@ -338,8 +344,8 @@ def train(run, log):
             numbers = {name: value.tolist() for name, value in numbers.items()}   # waits for the device
             lm, speed = torch.stack(losses).mean().item(), len(losses) / (time.perf_counter() - clock)
             if not math.isfinite(lm + numbers["norm"]):
-                raise ValueError(f"the loss is {lm} at step {run.step}: start again with a --learning_rate below "
-                                 f"{tc.learning_rate}; checkpoints in {tc.out_dir} are as they were")
+                raise ValueError(f"the loss is {lm} at step {run.step}: start again with a --learning_rate "
+                                 f"below {tc.learning_rate}; checkpoints in {tc.out_dir} are as they were")
             tokens = speed * tc.batch_size * tc.grad_accum * run.config.block_size
             numbers.update(lm=lm, lr=lr_at(run.step - 1, tc), tokens_per_s=tokens)
             record(numbers, f"step {run.step}/{tc.max_steps} | loss {lm:.3f} | lr {numbers['lr']:.1e} | norm "
@@ -360,13 +366,6 @@ def train(run, log):
         signal.signal(signum, handler)
 
 
-def describe(config):
-    name = f"MoR with {config.n_rec} recursions, {config.router}-choice, {config.cache} cache"
-    name = "plain Transformer" if config.n_rec == 1 else name if config.routed else f"{config.n_rec} recursions for all"
-    shape = f"{config.n_shared} shared x {config.n_rec}" + " + 2" * bool(config.n_unshared)
-    return f"{name}: {n_params(config):,} parameters, {config.effective_depth} layers deep ({shape})"
-
-
 def main(argv):
     given = parse(argv, __doc__, MoRConfig, TrainConfig)
     checkpoint = load_checkpoint(given["resume"]) if given.get("resume") else None
@@ -379,14 +378,16 @@ def main(argv):
     if "vocab_size" not in given and not checkpoint:
         config.vocab_size = source.vocab_size
     if config.vocab_size < source.vocab_size:
-        raise ValueError(f"vocab_size={config.vocab_size} is too small: --data={tc.data} has ids up to {source.vocab_size - 1}")
+        raise ValueError(f"vocab_size={config.vocab_size} must be {source.vocab_size} or more for {source.name}")
     if checkpoint and checkpoint["data"] != source.name:
         print(f"note: the checkpoint was trained on {checkpoint['data']}, and this is {source.name}")
     run = Run(config, tc, source, checkpoint)
-    print(describe(config))
-    print("config", *(f"{k}={v}" for k, v in {**asdict(config), **asdict(tc)}.items() if v != ""))
+    settings = {**asdict(config), **asdict(tc)}
+    print(f"{n_params(config):,} parameters, {config.effective_depth} layers deep: {config.n_shared} shared x "
+          f"{config.n_rec} + {config.n_unshared}")
+    print("config", *(f"{name}={value}" for name, value in settings.items() if value != ""))
     with open(Path(tc.out_dir) / "log.jsonl", "a" if checkpoint else "w") as log:
-        log.write(json.dumps(dict(argv=argv, torch=torch.__version__, config=asdict(config), train_config=asdict(tc))) + "\n")
+        log.write(json.dumps({"argv": argv, "torch": torch.__version__, **settings}) + "\n")
         train(run, log)
     done, out = run.step == tc.max_steps, "" if tc.out_dir == "out" else f" --out_dir={tc.out_dir}"
     print(f"saved {Path(tc.out_dir) / 'ckpt.pt'} at step {run.step}; next: python sample.py{out}"

@@ -1,7 +1,7 @@
 """Text that is already there, as bytes: the source of Python's own standard library, or any file or folder.
 
-Byte b is token b, and token 256 ends a file. The library is real text in a language whose samples a reader can
-judge, about 11 MB of it on any machine that can run this, so the default needs no download.
+Byte b is token b, and token 256 ends a file. The library is real text, in a language whose samples a reader
+can judge, about 11 MB of it on any machine that can run this: so the default needs no download.
 """
 import hashlib
 import os
@@ -15,44 +15,45 @@ from data.shards import Source, write_tokens
 
 EOF = 256
 VOCAB_SIZE = 257
-CHUNK = 1 << 24
+CHUNK = 1 << 24   # bytes read at a time
+NOT_LIBRARY = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
 
 
-def library_files():
-    """The .py files of the standard library, tests and idlelib left out."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    out = {"test", "tests", "idlelib", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    return root, sorted(p for p in root.rglob("*.py") if not out & set(p.relative_to(root).parts))
-
-
-def text_files(path):
-    """The text files in a folder, however deep, or the one file. Hidden files and those with a zero byte are left out."""
-    path = Path(path).expanduser()
-    if not path.exists():
-        raise ValueError(f"--data={path} does not exist: name a text file, a folder of text, or python")
-    if not path.is_dir():
-        return path.parent, [path]
-
+def walk(root, skip):
+    """All files below a folder, sorted by name, but those for which, or for whose folder, skip(name)
+    holds."""
     def fail(error):
         raise error
-    found = [Path(folder) / name for folder, _, names in os.walk(path, onerror=fail) for name in names]
-    found = [p for p in found if not any(part.startswith(".") for part in p.relative_to(path).parts) and p.is_file()]
-    return path, sorted(p for p in found if b"\0" not in p.open("rb").read(4096))
+    for folder, folders, names in os.walk(root, onerror=fail):
+        folders[:] = sorted(name for name in folders if not skip(name))
+        yield from (Path(folder) / name for name in sorted(names) if not skip(name))
+
+
+def find(data):
+    """(folder, files) for data="python" or a path. Hidden files and those with a zero byte are not text."""
+    if data == "python":
+        root = Path(sysconfig.get_paths()["stdlib"])
+        return root, [p for p in walk(root, NOT_LIBRARY.__contains__) if p.suffix == ".py"]
+    path = Path(data).expanduser()
+    if not path.exists():
+        raise ValueError(f"--data={data} does not exist: name a text file, a folder of text, or python")
+    if not path.is_dir():
+        return path.parent, [path]
+    files = [p for p in walk(path, lambda name: name.startswith(".")) if p.is_file()]
+    return path, [p for p in files if b"\0" not in p.open("rb").read(4096)]
 
 
 def split(files):
-    """(train, val) lists of (path, first byte, end byte): every 20th file is for validation, by name; if there are fewer,
-    the last 5 % of each."""
-    sizes = [(p, p.stat().st_size) for p in files]
-    if len(sizes) >= 20:
-        pieces = [(p, 0, n) for p, n in sizes]
-        return [x for i, x in enumerate(pieces) if i % 20 != 19], pieces[19::20]
-    cuts = [(p, n * 95 // 100, n) for p, n in sizes]
-    return [(p, 0, cut) for p, cut, _ in cuts], cuts
+    """Pieces (path, first byte, end byte) to train on, and to validate with: every 20th file by name, or if
+    there are fewer, the last 5 % of each."""
+    whole = [(p, 0, p.stat().st_size) for p in files]
+    if len(files) >= 20:
+        return [piece for i, piece in enumerate(whole) if i % 20 != 19], whole[19::20]
+    return [(p, 0, n * 95 // 100) for p, _, n in whole], [(p, n * 95 // 100, n) for p, _, n in whole]
 
 
 def tokens(pieces):
-    """The bytes of each piece as uint16 arrays, each file's followed by EOF."""
+    """The bytes of each piece as uint16 arrays, and EOF behind each."""
     for path, start, end in pieces:
         with open(path, "rb") as f:
             f.seek(start)
@@ -63,23 +64,24 @@ def tokens(pieces):
 
 
 def source(data, data_dir):
-    """The source for data="python" or a path; builds its two token files in data_dir on first use."""
-    root, files = library_files() if data == "python" else text_files(data)
-    if not sum(p.stat().st_size for p in files):
+    """The Source for data="python" or a path; builds its two token files below data_dir on first use."""
+    root, files = find(data)
+    stats = [(str(p.relative_to(root)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    if not sum(size for _, size, _ in stats):
         raise ValueError(f"--data={data} holds no text: name a text file or a folder of text")
-    stamp = hashlib.sha256(repr([(str(p.relative_to(root)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]).encode())
     name = f"python-{platform.python_version()}" if data == "python" else Path(data).resolve().name
-    folder = Path(data_dir) / f"{name}-{stamp.hexdigest()[:8]}"   # other text, other folder
-    train, val = folder / "train.bin", folder / "val.bin"
+    name = f"{name}-{hashlib.sha256(repr(stats).encode()).hexdigest()[:8]}"   # other text, other name
+    train, val = Path(data_dir) / name / "train.bin", Path(data_dir) / name / "val.bin"
     if not (train.exists() and val.exists()):
-        folder.mkdir(parents=True, exist_ok=True)
+        train.parent.mkdir(parents=True, exist_ok=True)
         n = [write_tokens(path, tokens(pieces)) for path, pieces in zip((train, val), split(files))]
-        print(f"built {folder} from {len(files):,} files: {n[0]:,} tokens to train on, {n[1]:,} to validate")
-    return Source(train=lambda i: train if i == 0 else None, val=val, name=folder.name, vocab_size=VOCAB_SIZE, tokenizer="bytes")
+        print(f"built {train.parent} from {len(files):,} files: {n[0]:,} tokens, {n[1]:,} of validation")
+    return Source(lambda i: train if i == 0 else None, val, name, VOCAB_SIZE, tokenizer="bytes")
 
 
 def encode(text):
-    """Tokens of a text (str or bytes); text that Python could not decode comes back as the bytes that it was."""
+    """Tokens of a text (str or bytes); what Python could not decode in an argument becomes its bytes
+    again."""
     return list(text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text)
 
 

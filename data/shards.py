@@ -16,36 +16,34 @@ class Source(NamedTuple):
     """What a data source offers."""
     train: Callable  # shard number -> path of that training file, or None past the last one
     val: Path  # file of validation tokens
-    name: str  # of exactly these tokens: another text has another name
+    name: str  # of exactly these tokens: other text has another name
     vocab_size: int  # token ids are below this
-    tokenizer: str  # how ids become text: "bytes" or "gpt2"
+    tokenizer: str  # how ids become text
 
 
 def write_tokens(path, chunks):
-    """Write uint16 arrays to one token file; the name appears only when the file is complete. Returns their number."""
+    """Write uint16 arrays to one token file, whose name appears when it is complete. Returns its length."""
     part, n = Path(f"{path}.part{os.getpid()}"), 0
     with open(part, "wb") as f:
         f.write(bytes(HEADER))
         for chunk in chunks:
             f.write(chunk.astype("<u2").tobytes())
             n += len(chunk)
-        header = np.zeros(256, dtype="<i4")
-        header[:3] = MAGIC, VERSION, n
         f.seek(0)
-        f.write(header.tobytes())
+        f.write(np.array([MAGIC, VERSION, n], dtype="<i4").tobytes())
     os.replace(part, path)
     return n
 
 
 def read_tokens(path):
-    """The tokens of a file as a read-only uint16 array on disk. ValueError if it is not a whole token file."""
-    size = os.path.getsize(path)
-    header = np.fromfile(path, dtype="<i4", count=256)
+    """The tokens of a file, a uint16 array that stays on disk. ValueError if it is not a whole token file."""
+    size, header = os.path.getsize(path), np.fromfile(path, dtype="<i4", count=256)
     if size < HEADER or header[0] != MAGIC or header[1] != VERSION:
-        raise ValueError(f"{path} is not a token file: its header has no magic {MAGIC} and version {VERSION}")
-    if size != HEADER + 2 * header[2]:
-        raise ValueError(f"{path} is damaged: {size} bytes, but {header[2]} tokens make {HEADER + 2 * header[2]}")
-    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER, shape=int(header[2])) if header[2] else np.zeros(0, "<u2")
+        raise ValueError(f"{path} is not a token file: magic {MAGIC} and version {VERSION} are missing")
+    n = int(header[2])
+    if size != HEADER + 2 * n:
+        raise ValueError(f"{path} is damaged: it has {size} bytes, but {n} tokens make {HEADER + 2 * n}")
+    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER, shape=n) if n else np.zeros(0, dtype="<u2")
 
 
 def batch(windows, device):
@@ -56,9 +54,9 @@ def batch(windows, device):
 
 
 class Reader:
-    """Endless batches of B rows of T tokens, shard after shard, the windows of a shard in a seeded random order.
+    """Endless batches of B rows of T tokens, shard after shard, a shard's windows in a seeded random order.
 
-    An epoch predicts every token once, except the first of a shard and the fewer than T at its end that fill no window.
+    An epoch predicts every token once, but the first of a shard and the fewer than T left over at its end.
     `state` is the exact position: a reader that is given it goes on as if it had never stopped.
     """
     def __init__(self, shard, B, T, seed, device=torch.device("cpu"), state=None):
@@ -68,13 +66,13 @@ class Reader:
         self.open()
 
     def open(self):
-        """Open the shard of the current position, or begin the next epoch behind the last one."""
+        """Open the shard of the current position; behind the last one, begin the next epoch."""
         s = self.state
         path = self.shard(s["shard"])
         if path is None:
             if self.barren:
-                raise ValueError(f"no {self.T + 1} tokens of the training data stand in a row: give more text, or a "
-                                 f"--block_size below {self.T}")
+                raise ValueError(f"the training data has no {self.T + 1} tokens in a row: give more text, or "
+                                 f"a --block_size below {self.T}")
             s.update(epoch=s["epoch"] + 1, shard=0, window=0)
             path = self.shard(0)
         self.tokens = read_tokens(path)
@@ -100,8 +98,8 @@ def val_batches(path, B, T, n, device):
     tokens = read_tokens(path)
     total = (len(tokens) - 1) // T
     if total < 1:
-        raise ValueError(f"{path} holds {len(tokens)} validation tokens, fewer than the {T + 1} of a row: give more text, "
-                         f"or a --block_size below {T}")
+        raise ValueError(f"{path} holds {len(tokens)} tokens, but validation needs {T + 1}: give more text, or "
+                         f"a --block_size below {T}")
     picks = np.linspace(0, total - 1, min(n * B, total)).round().astype(int)
     windows = torch.stack([torch.from_numpy(tokens[i * T:(i + 1) * T + 1].astype(np.int64)) for i in picks])
     return [batch(rows, device) for rows in windows.split(B)]
