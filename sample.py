@@ -112,7 +112,8 @@ def main(argv):
         printer(b"", final=True)
         printer.end_line()
     n, n_rec = max(1, len(depths)), model.config.n_rec
-    legend = " ".join(printer.paint(f" {d}: {100 * depths.count(d) / n:.0f}% ", d) for d in range(1, n_rec + 1))
+    shares = [(d, f" {d}: {100 * depths.count(d) / n:.0f}% ") for d in range(1, n_rec + 1)]
+    legend = " ".join(printer.paint(text, d) for d, text in shares)
     print(f"depth {legend}  mean {sum(depths) / n:.2f} of {n_rec} over {len(depths)} tokens")
 
 

@@ -378,13 +378,13 @@ def main(argv):
     if "vocab_size" not in given and not checkpoint:
         config.vocab_size = source.vocab_size
     if config.vocab_size < source.vocab_size:
-        raise ValueError(f"vocab_size={config.vocab_size} must be {source.vocab_size} or more for {source.name}")
+        raise ValueError(f"vocab_size={config.vocab_size} must be {source.vocab_size} or more for {tc.data}")
     if checkpoint and checkpoint["data"] != source.name:
         print(f"note: the checkpoint was trained on {checkpoint['data']}, and this is {source.name}")
     run = Run(config, tc, source, checkpoint)
     settings = {**asdict(config), **asdict(tc)}
-    print(f"{n_params(config):,} parameters, {config.effective_depth} layers deep: {config.n_shared} shared x "
-          f"{config.n_rec} + {config.n_unshared}")
+    print(f"{n_params(config):,} parameters, {config.effective_depth} layers deep: {config.n_shared} shared "
+          f"x {config.n_rec} + {config.n_unshared}")
     print("config", *(f"{name}={value}" for name, value in settings.items() if value != ""))
     with open(Path(tc.out_dir) / "log.jsonl", "a" if checkpoint else "w") as log:
         log.write(json.dumps({"argv": argv, "torch": torch.__version__, **settings}) + "\n")

@@ -98,7 +98,7 @@ def val_batches(path, B, T, n, device):
     tokens = read_tokens(path)
     total = (len(tokens) - 1) // T
     if total < 1:
-        raise ValueError(f"{path} holds {len(tokens)} tokens, but validation needs {T + 1}: give more text, or "
+        raise ValueError(f"{path} has {len(tokens)} tokens, but validation needs {T + 1}: give more text, or "
                          f"a --block_size below {T}")
     picks = np.linspace(0, total - 1, min(n * B, total)).round().astype(int)
     windows = torch.stack([torch.from_numpy(tokens[i * T:(i + 1) * T + 1].astype(np.int64)) for i in picks])
