@@ -20,7 +20,7 @@ from train import autocast, guarded, load_checkpoint, parse, pick_device
 
 @dataclass
 class SampleConfig:
-    """What to write."""
+    """What to write, and how."""
     out_dir: str = "out"  # folder of the checkpoint, or the checkpoint itself
     prompt: str = ""  # text to go on from; empty: the beginning of a file
     max_new_tokens: int = 500  # tokens to write, at most; a row ends at the model's block_size
@@ -58,9 +58,8 @@ def write(model, prompt, config, seed, device, precision):
 
 
 class Printer:
-    """Text as it comes. On a terminal the depth is the background colour; elsewhere it is a digit below the
-    text."""
-    BACKGROUND = [0, 153, 216, 210, 177]   # of the 256 terminal colours, by depth; deeper ones go round
+    """Text as it comes, its depth as background colour on a terminal, elsewhere as a digit below it."""
+    BACKGROUND = [153, 216, 210, 177]   # among 256 terminal colours, for depth 2, 3, 4, 5, and again
 
     def __init__(self, color):
         terminal = sys.stdout.isatty() and "NO_COLOR" not in os.environ
@@ -68,18 +67,18 @@ class Printer:
         self.decoder, self.depths = codecs.getincrementaldecoder("utf-8")("replace"), ""
 
     def paint(self, text, depth):
-        background = self.BACKGROUND[1 + (depth - 2) % 4] if depth > 1 else 0
-        return f"\033[48;5;{background};38;5;16m{text}\033[0m" if self.color and background else text
+        background = self.BACKGROUND[(depth - 2) % 4]
+        return f"\033[48;5;{background};38;5;16m{text}\033[0m" if self.color and depth > 1 else text
 
     def __call__(self, data, depth=0, final=False):
         """Print bytes; a character may need several tokens and shows with the last of them."""
         for char in self.decoder.decode(data, final):
+            self.depths += "\t" if char == "\t" else str(depth % 10) if depth else " "
             if char == "\n":
                 self.end_line()
                 continue
             if not char.isprintable() and char != "\t":   # nothing that a model writes may steer the terminal
                 char = "\N{REPLACEMENT CHARACTER}"
-            self.depths += "\t" if char == "\t" else str(depth % 10) if depth else " "
             print(self.paint(char, depth), end="", flush=True)
 
     def end_line(self):
@@ -92,6 +91,8 @@ class Printer:
 def main(argv):
     config = SampleConfig(**parse(argv, __doc__, SampleConfig))
     checkpoint, device = load_checkpoint(config.out_dir), pick_device(config.device)
+    if hasattr(sys.stdout, "reconfigure"):   # a terminal without Unicode shows question marks
+        sys.stdout.reconfigure(errors="replace")
     model = checkpoint["model"].to(device).eval()
     prompt = [python_source.EOF] + python_source.encode(config.prompt)
     if len(prompt) > model.config.block_size:
@@ -109,11 +110,9 @@ def main(argv):
             if token == python_source.EOF:
                 break
             printer(python_source.decode([token]), depth)
-        printer(b"", final=True)
-        printer.end_line()
+        printer(b"", final=True), printer.end_line()
     n, n_rec = max(1, len(depths)), model.config.n_rec
-    shares = [(d, f" {d}: {100 * depths.count(d) / n:.0f}% ") for d in range(1, n_rec + 1)]
-    legend = " ".join(printer.paint(text, d) for d, text in shares)
+    legend = " ".join(printer.paint(f" {d}: {depths.count(d) / n:.0%} ", d) for d in range(1, n_rec + 1))
     print(f"depth {legend}  mean {sum(depths) / n:.2f} of {n_rec} over {len(depths)} tokens")
 
 
