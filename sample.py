@@ -5,7 +5,6 @@
     python sample.py --max_depth=1                         the same text budget with a shallower model
 """
 import codecs
-import math
 import os
 import sys
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ class SampleConfig:
         if self.max_new_tokens < 0 or self.num_samples < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 0, and "
                              f"num_samples={self.num_samples} at least 1")
-        if not 0 <= self.temperature < math.inf or self.top_k < 0:
+        if not 0 <= self.temperature < float("inf") or self.top_k < 0:
             raise ValueError(f"temperature={self.temperature} and top_k={self.top_k} must not be negative")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} must be 0 to {2**32 - 1}")
@@ -110,7 +109,8 @@ def main(argv):
             if token == python_source.EOF:
                 break
             printer(python_source.decode([token]), depth)
-        printer(b"", final=True), printer.end_line()
+        printer(b"", final=True)
+        printer.end_line()
     n, n_rec = max(1, len(depths)), model.config.n_rec
     legend = " ".join(printer.paint(f" {d}: {depths.count(d) / n:.0%} ", d) for d in range(1, n_rec + 1))
     print(f"depth {legend}  mean {sum(depths) / n:.2f} of {n_rec} over {len(depths)} tokens")

@@ -290,6 +290,17 @@ def test_causal(mode):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("router", ["expert", "token", "none"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_grid(router, causal, monkeypatch):
+    """Shared keys and values: queries back on the grid, as on a GPU, see what they see through the CPU's mask."""
+    model, idx = build(router=router, cache="shared"), rows(3, 12)
+    expected = model(idx, causal=causal)[0]
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    torch.testing.assert_close(model(idx, causal=causal)[0], expected, rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
 def test_topk_leaks():
     """Expert-choice as trained sees the future: the reason why generation needs a threshold."""
     model, idx = build(), rows(8, 16)
