@@ -22,7 +22,7 @@ import sample
 import train
 from data import python_source
 from data.shards import Reader, read_tokens, val_batches, write_tokens
-from mor import MoR, MoRConfig, PRESETS, flops_per_token, kv_bytes_per_token, n_params, pick
+from mor import MoR, MoRConfig, PRESETS, Score, flops_per_token, kv_bytes_per_token, n_params, pick
 
 torch.set_num_threads(1)   # tiny tensors: a second thread only waits
 ROOT = Path(__file__).resolve().parent
@@ -463,6 +463,9 @@ def test_half_precision(router):
     autocast too."""
     model, seen = build(router=router).float(), []
     model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    for score in [m for m in model.modules() if isinstance(m, Score)]:
+        score.register_forward_hook(lambda score, args, z: torch.testing.assert_close(
+            z.double(), args[0].double() @ score.layers[0].weight.double().T, rtol=1e-4, atol=1e-4))
     with torch.autocast("cpu", torch.bfloat16):
         logits, loss, routing = model(rows(2, 9), rows(2, 9))
     assert seen == [torch.float32] and logits.dtype == torch.bfloat16
