@@ -14,7 +14,7 @@ import torch
 
 from data import python_source
 from mor import pick
-from train import autocast, guarded, load_checkpoint, parse, pick_device
+from train import guarded, load_checkpoint, parse, pick_device
 
 
 @dataclass
@@ -43,17 +43,17 @@ class SampleConfig:
 
 
 @torch.no_grad()
-def write(model, prompt, config, seed, device, precision):
+def write(model, prompt, config, seed, device, bfloat16):
     """Yield (token, depth) one by one; depth is the recursions that went into choosing the token."""
     generator = torch.Generator().manual_seed(seed)
     idx = torch.tensor([prompt], device=device)                                              # (1, T)
     for _ in range(min(config.max_new_tokens, model.config.block_size - len(prompt))):
-        with precision:
+        with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
             logits, _, routing = model(idx, max_depth=config.max_depth or None, threshold=config.threshold)
-        u = torch.rand(1, generator=generator, dtype=torch.float64).to(device)
-        token = pick(logits[:, -1], u, config.temperature, config.top_k)                     # (1,)
+        u = torch.rand(1, generator=generator)
+        token = pick(logits[:, -1].cpu(), u, config.temperature, config.top_k)               # (1,)
         yield token.item(), routing.depth[0, -1].item()
-        idx = torch.cat([idx, token[:, None]], dim=1)
+        idx = torch.cat([idx, token.view(1, 1).to(device)], dim=1)
 
 
 class Printer:
@@ -98,13 +98,13 @@ def main(argv):
         raise ValueError(f"the prompt has {len(prompt) - 1} tokens, but a row of this model has room for "
                          f"{model.config.block_size - 1}: give a shorter --prompt")
     model.check(len(prompt), config.max_depth or model.config.n_rec, config.threshold)
-    precision = autocast(device, checkpoint["train_config"]["dtype"] if device.type == "cuda" else "float32")
+    bfloat16 = device.type == "cuda" and checkpoint["train_config"]["dtype"] == "bfloat16"
     printer, depths = Printer(config.color), []
     for i in range(config.num_samples):
         if config.num_samples > 1:
             print(f"--- {i + 1} of {config.num_samples}")
         printer(python_source.decode(prompt))
-        for token, depth in write(model, prompt, config, config.seed + i, device, precision):
+        for token, depth in write(model, prompt, config, config.seed + i, device, bfloat16):
             depths.append(depth)
             if token == python_source.EOF:
                 break

@@ -654,7 +654,7 @@ def test_branch(go, capsys):
     go("--max_steps=20", "--keep_steps=8", "--out_dir=long")
     go("--resume=long/step_8.pt", "--max_steps=10", "--out_dir=branch")
     lr = [json.loads(line)["lr"] for line in open("branch/log.jsonl") if '"lr"' in line]
-    assert lr == pytest.approx([4e-3 * 0.5]) and torch.load("branch/ckpt.pt", weights_only=True)["step"] == 10
+    assert lr == pytest.approx([5e-3 * 0.5]) and torch.load("branch/ckpt.pt", weights_only=True)["step"] == 10
     before = weights("long/ckpt.pt")
     for options, words in [
             (["--resume=long/step_8.pt"], "long/ckpt.pt would be overwritten"),

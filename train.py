@@ -17,7 +17,6 @@ import re
 import signal
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -39,17 +38,17 @@ class TrainConfig:
     data_dir: str = "data"  # where token files are built
     out_dir: str = "out"  # where checkpoints and log.jsonl go
     resume: str = ""  # a checkpoint, or a folder with a ckpt.pt, to go on from
-    max_steps: int = 1000  # optimizer steps in all
-    batch_size: int = 16  # rows of block_size tokens in a micro-batch
+    max_steps: int = 2400  # optimizer steps in all
+    batch_size: int = 4  # rows of block_size tokens in a micro-batch
     grad_accum: int = 1  # micro-batches in a step
-    learning_rate: float = 4e-3  # peak of the schedule
+    learning_rate: float = 5e-3  # peak of the schedule
     schedule: Literal["wsd", "cosine"] = "wsd"  # wsd: up, plateau, down to 0 over the last 20 % of the steps
     warmup_steps: int = -1  # steps from 0 to the peak; -1: 5 % of max_steps
     capacity_warmup: int = 0  # expert-choice: steps in which capacities come down from all tokens to theirs
     keep_steps: str = ""  # steps whose checkpoints are kept as step_N.pt to branch off from, as in 400,800
-    eval_interval: int = 250  # steps between evaluations; each saves ckpt.pt
-    eval_batches: int = 20  # batches in an evaluation
-    log_interval: int = 10  # steps between log lines
+    eval_interval: int = 600  # steps between evaluations; each saves ckpt.pt
+    eval_batches: int = 50  # batches in an evaluation
+    log_interval: int = 50  # steps between log lines
     seed: int = 1337  # of the weights and of the order of the data
     device: str = "auto"  # cpu, cuda, cuda:1, mps; auto: the best there is
     dtype: Literal["float32", "bfloat16"] = "float32"  # of matrix products; the rest is float32
@@ -234,10 +233,6 @@ def make_optimizer(model, config):
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
-def autocast(device, dtype):
-    return torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else nullcontext()
-
-
 @torch.no_grad()
 def evaluate(model, batches, dtype):
     """Means over the rows: the loss as generation routes (causal), for expert-choice the loss as training
@@ -248,7 +243,7 @@ def evaluate(model, batches, dtype):
     for x, y in batches:
         numbers = {}
         for name, causal in modes:
-            with autocast(x.device, dtype):
+            with torch.autocast(x.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
                 routing = model(x, y, causal=causal)[2]
             numbers.update(routing.health, **{name: routing.losses["lm"]})
         for name, value in numbers.items():
@@ -304,7 +299,7 @@ class Run:
         k = config.capacity(config.block_size, min(1.0, self.step / max(1, tc.capacity_warmup)))
         for _ in range(tc.grad_accum):
             x, y = next(self.reader)
-            with autocast(self.device, tc.dtype):
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=tc.dtype == "bfloat16"):
                 _, loss, routing = self.forward(x, y, causal=False, k=k)
             # DIFFERS: every loss is a mean over the step; the released code sums the auxiliary one over it.
             (loss / tc.grad_accum).backward()
