@@ -726,6 +726,8 @@ def test_log_and_learning(go, capsys):
         assert all(w in printed for w in ["step 40/40 | loss ", "eval 40/40 | causal ", " | eta ", *words])
         records = [json.loads(line) for line in open(f"{out}/log.jsonl")]
         losses = [r["lm"] for r in records if "lm" in r]
+        if options in ([], ["--cache=shared"]):   # capacities of 32, 21 and 10 from the first step on
+            assert records[1]["mean_depth"] == pytest.approx(63 / 32)
         evals = [r for r in records if "val_causal" in r]
         assert losses[-1] < losses[0] - 1 and len(evals) == 2 and evals[-1]["val_causal"] < 4
         assert records[0]["vocab_size"] == 257 and math.isfinite(evals[-1]["val_mean_depth"])

@@ -196,8 +196,7 @@ def load_checkpoint(path):
 
 
 def save_checkpoint(path, state):
-    """Written beside, then renamed: whatever happens, `path` is a whole checkpoint, the old or the new
-    one."""
+    """Written beside, then renamed: whatever happens, `path` is whole, the old checkpoint or the new one."""
     beside = path.with_suffix(".tmp")
     with open(beside, "wb") as f:
         torch.save(state, f)
@@ -212,12 +211,11 @@ def save_checkpoint(path, state):
 def lr_at(step, config):
     """Learning rate of a step (from 0): wsd is the paper's trapezoid, cosine ends at a tenth of the peak."""
     warmup = config.warmup_steps if config.warmup_steps >= 0 else round(0.05 * config.max_steps)
-    if step < warmup:
-        return config.learning_rate * (step + 1) / warmup
+    up = (step + 1) / max(1, warmup)
     if config.schedule == "wsd":
-        return config.learning_rate * min(1.0, (config.max_steps - step) / (0.2 * config.max_steps))
-    progress = (step - warmup) / (config.max_steps - warmup)
-    return config.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+        return config.learning_rate * min(1.0, up, (config.max_steps - step) / (0.2 * config.max_steps))
+    progress = max(0, step - warmup) / max(1, config.max_steps - warmup)
+    return config.learning_rate * min(up, 0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
 def make_optimizer(model, config):
@@ -296,7 +294,7 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = lr_at(self.step, tc) * group["scale"]
         # DIFFERS: counted in steps; the released code counts forward calls, which accumulation multiplies.
-        k = config.capacity(config.block_size, min(1.0, self.step / max(1, tc.capacity_warmup)))
+        k = config.capacity(config.block_size, min(1.0, (self.step + 1) / max(1, tc.capacity_warmup)))
         for _ in range(tc.grad_accum):
             x, y = next(self.reader)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=tc.dtype == "bfloat16"):
@@ -316,7 +314,7 @@ class Run:
 
 def train(run, log):
     """Step until max_steps or Ctrl-C; log, evaluate and save on the way."""
-    tc, stop, losses, clock = run.tc, [], [], time.perf_counter()
+    tc, stop, halt, losses, clock = run.tc, [], False, [], time.perf_counter()
     val = val_batches(run.source.val, tc.batch_size, run.config.block_size, tc.eval_batches, run.device)
     keep = {int(s) for s in tc.keep_steps.split(",") if s}
 
@@ -331,11 +329,12 @@ def train(run, log):
         log.flush()
 
     before = {signum: signal.signal(signum, ask) for signum in (signal.SIGINT, signal.SIGTERM)}
-    while run.step < tc.max_steps and not stop:
+    while not halt:
         numbers = run.train_step()
         losses.append(numbers["lm"])
         last = run.step == tc.max_steps
-        if run.step == 1 or run.step % tc.log_interval == 0 or last:
+        halt, evaluating = last or bool(stop), last or run.step % tc.eval_interval == 0
+        if halt or evaluating or run.step % tc.log_interval == 0 or run.step == 1:
             numbers = {name: value.tolist() for name, value in numbers.items()}   # waits for the device
             lm, speed = torch.stack(losses).mean().item(), len(losses) / (time.perf_counter() - clock)
             if not math.isfinite(lm + numbers["norm"]):
@@ -347,12 +346,12 @@ def train(run, log):
                    f"{numbers['norm']:.2f} | {tokens / 1e3:.1f}k tok/s{pulse(numbers)} | "
                    f"eta {(tc.max_steps - run.step) / speed / 60:.1f}m")
             losses, clock = [], time.perf_counter()
-        if run.step % tc.eval_interval == 0 or last:
+        if evaluating:
             numbers = evaluate(run.model, val, tc.dtype)
             topk = f" | topk {numbers['topk']:.4f}" if "topk" in numbers else ""
             record({f"val_{name}": value for name, value in numbers.items()},
                    f"eval {run.step}/{tc.max_steps} | causal {numbers['causal']:.4f}{topk}{pulse(numbers)}")
-        if run.step % tc.eval_interval == 0 or last or stop:
+        if halt or evaluating:
             run.save("ckpt.pt")
             losses, clock = [], time.perf_counter()   # neither belongs to the steps
         if run.step in keep:
