@@ -121,7 +121,7 @@ class MoRConfig:
 
 # Sizes of the paper's Table 6, and one for two CPU cores.
 PRESETS = {
-    "tiny": dict(vocab_size=257, block_size=256, n_layer=8, n_head=3, n_kv_head=1, n_embd=96, n_ff=256),
+    "tiny": dict(vocab_size=257, block_size=128, n_layer=8, n_head=3, n_kv_head=1, n_embd=96, n_ff=256),
     "135m": dict(n_layer=30, n_head=9, n_kv_head=3, n_embd=576, n_ff=1536),
     "360m": dict(n_layer=32, n_head=15, n_kv_head=5, n_embd=960, n_ff=2560),
     "730m": dict(n_layer=26, n_head=24, n_kv_head=8, n_embd=1536, n_ff=4096),

@@ -22,7 +22,7 @@ class SampleConfig:
     """What to write, and how."""
     out_dir: str = "out"  # folder of the checkpoint, or the checkpoint itself
     prompt: str = ""  # text to go on from; empty: the beginning of a file
-    max_new_tokens: int = 500  # tokens to write, at most; a row ends at the model's block_size
+    max_new_tokens: int = 500  # tokens to write; the model always sees the last block_size of the text
     num_samples: int = 1  # texts to write, one after the other
     temperature: float = 0.8  # 0 always takes the likeliest token
     top_k: int = 0  # draw from the k likeliest tokens only; 0: from all
@@ -47,7 +47,8 @@ def write(model, prompt, config, seed, device, bfloat16):
     """Yield (token, depth) one by one; depth is the recursions that went into choosing the token."""
     generator = torch.Generator().manual_seed(seed)
     idx = torch.tensor([prompt], device=device)                                              # (1, T)
-    for _ in range(min(config.max_new_tokens, model.config.block_size - len(prompt))):
+    for _ in range(config.max_new_tokens):
+        idx = idx[:, -model.config.block_size:]
         with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
             logits, _, routing = model(idx, max_depth=config.max_depth or None, threshold=config.threshold)
         u = torch.rand(1, generator=generator)
@@ -94,10 +95,7 @@ def main(argv):
         sys.stdout.reconfigure(errors="replace")
     model = checkpoint["model"].to(device).eval()
     prompt = [python_source.EOF] + python_source.encode(config.prompt)
-    if len(prompt) > model.config.block_size:
-        raise ValueError(f"the prompt has {len(prompt) - 1} tokens, but a row of this model has room for "
-                         f"{model.config.block_size - 1}: give a shorter --prompt")
-    model.check(len(prompt), config.max_depth or model.config.n_rec, config.threshold)
+    model.check(1, config.max_depth or model.config.n_rec, config.threshold)
     bfloat16 = device.type == "cuda" and checkpoint["train_config"]["dtype"] == "bfloat16"
     printer, depths = Printer(config.color), []
     for i in range(config.num_samples):

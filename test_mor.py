@@ -868,8 +868,8 @@ def test_sample(go, capsys, monkeypatch):
     assert " mean 1.00 of 3 over 20 tokens" in run("--max_depth=1")
     assert run("--num_samples=2", "--seed=5").count("--- ") == 2
     assert run("--temperature=0") == run("--temperature=0", "--seed=9") == run("--top_k=1", "--seed=3")
-    assert "over 0 tokens" in run("--max_new_tokens=0") and "over 31 tokens" in run("--max_new_tokens=99")
-    for prompt in ("def f(", "é\N{SNOWMAN}", "\udcff\udc80", "\0\x1b[2J"):
+    assert "over 0 tokens" in run("--max_new_tokens=0") and "over 99 tokens" in run("--max_new_tokens=99")
+    for prompt in ("def f(", "é\N{SNOWMAN}", "\udcff\udc80", "\0\x1b[2J", "longer than a row " * 9):
         out = run(f"--prompt={prompt}")
         assert "\x1b" not in out and out
     for option, words in [("--prompt=" + "x" * 40, "the prompt has 40 tokens"),
