@@ -18,8 +18,8 @@ goes deeper, 5 the whole model, 6 generation, 7 what it costs. train.py and samp
 
 Letters in shape comments: B rows in the batch, T tokens in a row, N tokens in flight (of any rows, N <= B*T),
 S the longest row among them, C width of the residual stream (n_embd), H query heads, G key/value heads, D
-width of a head, V vocabulary. A token is one row of an (N, C) matrix; only attention cares which sequence it
-is from.
+width of a head, V vocabulary. A token is one vector of an (N, C) matrix; which row of text it is from matters
+only where tokens attend to, or compete with, each other.
 Depth counts 1..n_rec in words, outputs and logs; code loops over r = 0..n_rec-1.
 """
 import math
@@ -130,7 +130,7 @@ PRESETS = {
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 2. The ordinary Transformer: Llama, as in SmolLM. New is only that tokens come without their rows
+# 2. The ordinary Transformer: Llama, as in SmolLM. The one change: tokens come without their rows
 
 def at_least_float32(x):
     """Router logits, sampling and losses are never computed in half precision (float64 stays float64)."""
@@ -155,7 +155,7 @@ class Attention(nn.Module):
         super().__init__()
         H, G, D = self.heads = config.n_head, config.n_kv_head, config.head_dim
         self.q_proj = nn.Linear(config.n_embd, H * D, bias=False)
-        self.kv_proj = nn.Linear(config.n_embd, 2 * G * D, bias=False)   # one matrix: nobody needs only one
+        self.kv_proj = nn.Linear(config.n_embd, 2 * G * D, bias=False)   # k and v are always needed together
         self.o_proj = nn.Linear(H * D, config.n_embd, bias=False)
 
     def forward(self, x, rows, layer):
@@ -179,7 +179,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer, for N tokens (N, C) of any rows. `rows` knows who attends to whom, `layer` is its name."""
+    """One layer, for N tokens (N, C) of any rows. `rows` knows who attends to whom; `layer` is a name."""
     def __init__(self, config):
         super().__init__()
         self.attn_norm = nn.RMSNorm(config.n_embd, eps=1e-5)
@@ -280,7 +280,7 @@ class Routing:
 
     def finish(self, B, T):
         """Back to rows. Health: load (n_rec,), the share of tokens at each depth; mean_depth; dead, the share
-        of positions that no row of the batch sent to the last recursion (2/3 where it is always the same)."""
+        of positions that no row of the batch sent to the last recursion (2/3 if one third always goes)."""
         self.depth, self.logits = self.depth.view(B, T), self.logits.view(B, T, -1)
         load = [(self.depth == r + 1).float().mean() for r in range(self.logits.shape[2])]
         dead = (self.depth < self.max_depth).all(dim=0).float().mean()
@@ -310,8 +310,9 @@ class Score(nn.Module):
 def among(chosen, S, x, rows, f):
     """Run f(x, rows) on the chosen tokens; the others come back as they are.
 
-    chosen (N',) holds ascending indices into x (N, C); S as in Rows. What f gets is compact, and when f in
-    turn calls `among` it picks from those survivors: nothing is gathered from the full batch again.
+    chosen (N',) holds ascending indices into x (N, C); S as in Rows. Calls nest: f may call `among` for the
+    next recursion, and then picks from the compact survivors. On the way back each level writes its survivors
+    over x, which holds the leavers as they left.
     """
     if len(chosen) == len(x):
         return f(x, rows)
@@ -351,7 +352,7 @@ class ExpertRouter(nn.Module):
         gate = self.alpha * (torch.ones_like(z) if self.random else self.gate(z))          # (N,)
 
         def deeper(x, rows):
-            # Eq 2.1. The block's own residuals are inside F, so more than its change of x is added.
+            # Eq 2.1. recursion(x) contains x already, so this is (1 + gate) * x + gate * its changes.
             x = x + gate[chosen].unsqueeze(1).to(x.dtype) * recursion(x, rows, r)          # (N', C)
             return self(x, rows, recursion, routing, r + 1)
         return among(chosen, S, h, rows, deeper)
@@ -368,9 +369,9 @@ class ExpertRouter(nn.Module):
             best = z.detach().view(rows.B, rows.S).topk(k, sorted=False).indices           # (B, k)
             chosen = (best.sort(dim=1).values + everyone[::rows.S].unsqueeze(1)).flatten()   # (B * k,)
         kept = torch.zeros_like(guess).index_fill(0, chosen, 1.0)
-        agreement = ((guess.detach() >= 0) == (kept > 0)).float().mean()
-        routing.health.setdefault("agreement", []).append(agreement)
         if not self.random:   # means over the tokens that were asked
+            agreement = ((guess.detach() >= 0) == (kept > 0)).float().mean()
+            routing.health.setdefault("agreement", []).append(agreement)
             routing.add(aux=F.binary_cross_entropy_with_logits(guess, kept), z=z.square().mean())
         return chosen, k
 
@@ -418,7 +419,7 @@ class TokenRouter(nn.Module):
         return h + p.gather(1, choice).to(h.dtype) * self.deepen(h, rows, recursion, depth)
 
     def deepen(self, x, rows, recursion, depth, r=0):
-        """F applied `depth` (N,) times to each token of x (N, C)."""
+        """The recursion applied `depth` (N,) times to each token of x (N, C)."""
         chosen = (depth > r).nonzero().squeeze(1)                                          # (N',)
 
         def deeper(x, rows):
@@ -488,7 +489,7 @@ class MoR(nn.Module):
         return logits.view(B, T, -1), loss, routing.finish(B, T)
 
     def recursion(self, x, rows, r):
-        """F: recursion r of the shared block on tokens x (N, C). Parameter sharing is the paper's Table 1."""
+        """The paper's f: recursion r of the shared block on tokens x (N, C). Table 1 has the sharing maps."""
         m = len(self.shared)
         for l in range(r * m, (r + 1) * m):
             layer = l % m if "cycle" in self.config.sharing else l // self.config.n_rec
@@ -545,9 +546,9 @@ def shares(config):
 def flops_per_token(config, T, paper=False):
     """Forward FLOPs of one token in a row of T in training, loads by capacity. A training step costs thrice.
 
-    As torch.utils.flop_counter counts, attention by its full square, of which causal kernels skip half.
-    paper: as the paper counts (its numbers of steps follow): half the square, keys and values as wide as
-    queries whatever n_kv_head is, no router and no head.
+    As torch.utils.flop_counter counts, attention by its full square, of which causal kernels skip half; on
+    CUDA, deeper recursions of the shared cache compute the whole square too. paper: as the paper counts (its
+    numbers of steps follow): half the square, keys and values as wide as queries, no router and no head.
     """
     c, C, shared = config, config.n_embd, config.cache == "shared"
     kv = 4 * C * (C if paper else c.n_kv_head * c.head_dim)

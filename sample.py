@@ -1,4 +1,4 @@
-"""Write text with a trained model, each token coloured by how many recursions the model spent on it.
+"""Write text with a trained model, each token coloured by how many recursions went into choosing it.
 
     python sample.py                                       what `python train.py` left in out/
     python sample.py --prompt="def main(" --temperature=0.5 --top_k=40
@@ -52,7 +52,8 @@ def write(model, prompt, config, seed, device, bfloat16):
         with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
             logits, _, routing = model(idx, max_depth=config.max_depth or None, threshold=config.threshold)
         u = torch.rand(1, generator=generator)
-        token = pick(logits[:, -1].cpu(), u, config.temperature, config.top_k)               # (1,)
+        logits = logits[:, -1, :python_source.VOCAB_SIZE].cpu()                              # (1, V)
+        token = pick(logits, u, config.temperature, config.top_k)                            # (1,)
         yield token.item(), routing.depth[0, -1].item()
         idx = torch.cat([idx, token.view(1, 1).to(device)], dim=1)
 

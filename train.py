@@ -4,7 +4,7 @@
     python train.py --n_rec=1 --out_dir=out_plain          the plain Transformer that it is compared with
     python train.py --router=token --cache=shared --out_dir=out_token
     python train.py --data=my_novel.txt --max_steps=2e3 --out_dir=out_novel
-    python train.py --resume=out --max_steps=4e3           go on where a run stopped
+    python train.py --resume=out                           go on where a run was stopped
     python train.py --help                                 every option, its default and what it does
 """
 import argparse
@@ -51,12 +51,12 @@ class TrainConfig:
     log_interval: int = 50  # steps between log lines
     seed: int = 1337  # of the weights and of the order of the data
     device: str = "auto"  # cpu, cuda, cuda:1, mps; auto: the best there is
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of matrix products; the rest is float32
-    compile: bool = False  # torch.compile the training step
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of matrix products; bfloat16 where that is fast
+    compile: bool = False  # torch.compile the training step, except with router=token; true on an NVIDIA GPU
 
     def __post_init__(self):
         for f in fields(self):
-            if f.type is int and getattr(self, f.name) < min(1, f.default):
+            if f.type is int and f.name != "seed" and getattr(self, f.name) < min(1, f.default):
                 raise ValueError(f"{f.name}={getattr(self, f.name)} must be at least {min(1, f.default)}")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"learning_rate={self.learning_rate} must be a positive number")
@@ -86,9 +86,9 @@ def guarded(main):
     except (ValueError, OSError) as error:
         fail(error)
     except (RuntimeError, MemoryError) as error:
-        if "memory" not in str(error):
+        if isinstance(error, RuntimeError) and not re.search("out of memory|allocate memory", str(error)):
             raise
-        fail("out of memory: choose a smaller --batch_size (with more --grad_accum), --block_size or --model")
+        fail("out of memory: choose a smaller model, --block_size or --batch_size (with more --grad_accum)")
 
 
 def whole(text):
@@ -115,7 +115,8 @@ def parse(argv, doc, *classes):
         for f in fields(cls):
             choices = get_args(f.type) if get_origin(f.type) is Literal else None
             kind = str if choices else {bool: boolean, int: whole}.get(f.type, f.type)
-            note = f"{notes[f.name]} (default: {f.default})".replace("%", "%%")
+            default = "by --model" if f.name in PRESETS["tiny"] else f.default
+            note = f"{notes[f.name]} (default: {default})".replace("%", "%%")
             group.add_argument(f"--{f.name}", type=kind, choices=choices, help=note,
                                metavar=None if choices else kind.__name__)
     given, unknown = parser.parse_known_args(argv)
@@ -140,11 +141,12 @@ def pick_device(name):
 def machine(device):
     """Defaults that depend on the machine, and why."""
     if device.type == "cuda":
-        return dict(dtype="bfloat16", compile=True), "a GPU, so bfloat16 and compiled"
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        return dict(dtype="bfloat16" if fast else "float32", compile=True), "an NVIDIA GPU, so compiled"
     abilities = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
     if any(abilities.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16")):
-        return dict(dtype="bfloat16"), "no GPU, but a processor that multiplies bfloat16"
-    return {}, "no GPU and no processor that multiplies bfloat16, so float32"
+        return dict(dtype="bfloat16"), "a processor that multiplies bfloat16"
+    return {}, "nothing here multiplies bfloat16 fast, so float32"
 
 
 def settle(given, checkpoint):
@@ -164,7 +166,7 @@ def settle(given, checkpoint):
 
 
 def check_out_dir(tc, checkpoint):
-    """Make out_dir. Nothing in it is overwritten, but a ckpt.pt by the run that goes on from it."""
+    """Make out_dir. No checkpoint in it is overwritten, but a ckpt.pt by the run that goes on from it."""
     out, mine = Path(tc.out_dir), checkpoint and checkpoint["path"].resolve()
     out.mkdir(parents=True, exist_ok=True)
     for path in sorted(out.glob("ckpt.pt" if checkpoint else "*.pt")):
@@ -221,7 +223,7 @@ def lr_at(step, config):
 def make_optimizer(model, config):
     """AdamW with weight decay on matrices only; `scale` is a group's share of the learning rate.
 
-    As in the released code, an auxiliary router learns ten times as fast: nothing depends on what it says.
+    As in the released code, an auxiliary router learns ten times as fast: no other weight depends on it.
     """
     groups = {}
     for name, p in model.named_parameters():
@@ -235,7 +237,7 @@ def make_optimizer(model, config):
 def evaluate(model, batches, dtype):
     """Means over the rows: the loss as generation routes (causal), for expert-choice the loss as training
     does (topk) and how often threshold and top-k agree, and the health of the causal routing."""
-    c, sums, n = model.config, {}, sum(len(x) for x, _ in batches)
+    c, sums, n, alive = model.config, {}, sum(len(x) for x, _ in batches), False
     modes = [("topk", False)] * (c.routed and c.router == "expert") + [("causal", True)]
     model.eval()
     for x, y in batches:
@@ -244,9 +246,11 @@ def evaluate(model, batches, dtype):
             with torch.autocast(x.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
                 routing = model(x, y, causal=causal)[2]
             numbers.update(routing.health, **{name: routing.losses["lm"]})
+        alive = alive | (routing.depth == c.n_rec).any(dim=0)   # positions, over all the batches
         for name, value in numbers.items():
             sums[name] = sums.get(name, 0.0) + value * (len(x) / n)
     model.train()
+    sums["dead"] = 1 - alive.float().mean()
     return {name: value.tolist() for name, value in sums.items()}
 
 
@@ -321,7 +325,7 @@ def train(run, log):
     def ask(signum, frame):
         signal.signal(signum, signal.SIG_DFL)   # asked twice: leave at once; the last checkpoint is whole
         stop.append(signum)
-        print("finishing this step, then saving; once more to leave without", flush=True)
+        os.write(2, b"finishing this step, then saving; once more to leave without\n")
 
     def record(numbers, line):
         print(line, flush=True)
@@ -334,12 +338,12 @@ def train(run, log):
         losses.append(numbers["lm"])
         last = run.step == tc.max_steps
         halt, evaluating = last or bool(stop), last or run.step % tc.eval_interval == 0
-        if halt or evaluating or run.step % tc.log_interval == 0 or run.step == 1:
+        if halt or evaluating or run.step in keep or run.step % tc.log_interval == 0 or run.step == 1:
             numbers = {name: value.tolist() for name, value in numbers.items()}   # waits for the device
             lm, speed = torch.stack(losses).mean().item(), len(losses) / (time.perf_counter() - clock)
             if not math.isfinite(lm + numbers["norm"]):
-                raise ValueError(f"the loss is {lm} at step {run.step}: start again with a --learning_rate "
-                                 f"below {tc.learning_rate}; checkpoints in {tc.out_dir} are as they were")
+                raise ValueError(f"loss {lm} and gradient {numbers['norm']} at step {run.step}: start again with "
+                                 f"a --learning_rate below {tc.learning_rate}; no checkpoint was lost")
             tokens = speed * tc.batch_size * tc.grad_accum * run.config.block_size
             numbers.update(lm=lm, lr=lr_at(run.step - 1, tc), tokens_per_s=tokens)
             record(numbers, f"step {run.step}/{tc.max_steps} | loss {lm:.3f} | lr {numbers['lr']:.1e} | norm "

@@ -56,7 +56,7 @@ def batch(windows, device):
 class Reader:
     """Endless batches of B rows of T tokens, shard after shard, a shard's windows in a seeded random order.
 
-    An epoch predicts every token once, but the first of a shard and the fewer than T left over at its end.
+    An epoch predicts every token once, except a shard's first and the fewer than T left over at its end.
     `state` is the exact position: a reader that is given it goes on as if it had never stopped.
     """
     def __init__(self, shard, B, T, seed, device=torch.device("cpu"), state=None):
@@ -84,7 +84,7 @@ class Reader:
         """Inputs and targets (B, T), int64, on the device."""
         windows, s = torch.empty(self.B, self.T + 1, dtype=torch.int64), self.state
         for row in windows:
-            while s["window"] == len(self.order):
+            while s["window"] >= len(self.order):
                 s.update(shard=s["shard"] + 1, window=0)
                 self.open()
             start = self.order[s["window"]] * self.T
