@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -387,9 +388,9 @@ def main(argv):
     with open(Path(tc.out_dir) / "log.jsonl", "a" if checkpoint else "w") as log:
         log.write(json.dumps({"argv": argv, "torch": torch.__version__, **settings}) + "\n")
         train(run, log)
-    done, out = run.step == tc.max_steps, "" if tc.out_dir == "out" else f" --out_dir={tc.out_dir}"
-    print(f"saved {Path(tc.out_dir) / 'ckpt.pt'} at step {run.step}; next: python sample.py{out}"
-          + f", or go on with python train.py --resume={tc.out_dir}" * (not done))
+    done, out = run.step == tc.max_steps, shlex.quote(tc.out_dir)
+    print(f"saved {Path(tc.out_dir) / 'ckpt.pt'} at step {run.step}; next: python sample.py"
+          + f" --out_dir={out}" * (out != "out") + f", or go on with python train.py --resume={out}" * (not done))
     return 0 if done else 130
 
 
