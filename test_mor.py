@@ -31,11 +31,12 @@ TINY = dict(vocab_size=96, block_size=32, n_layer=8, n_head=4, n_kv_head=2, n_em
 # ------------------------------------------------------------------------------------------------------------
 # Golden values
 #
-# data/golden.npz holds weights, inputs and outputs of tiny random models, computed in float64 with the authors'
-# released code (github.com/raymin0223/mixture_of_recursions, 884fa5a, with expert_choice_router.py of 82c97f2,
-# where attention is shared as the paper says). Weights have our names; they are multiples of 1/128 and stored as
-# such, norms less 1. Of 96 logits the first 32 are kept: they determine the others, for the model is 32 wide.
-# Where our parameter joins two of theirs (k and v, gate and up), its gradient's norm joins their norms.
+# data/golden.npz holds weights, inputs and outputs of tiny random models, computed in float64 with the
+# authors' released code (github.com/raymin0223/mixture_of_recursions, 884fa5a, with expert_choice_router.py
+# of 82c97f2, where attention is shared as the paper says). Weights have our names; they are multiples of
+# 1/128 and stored as such, norms less 1. Of 96 logits the first 32 are kept: they determine the others, for
+# the model is 32 wide. Where our parameter joins two of theirs (k and v, gate and up), its gradient's norm
+# joins their norms.
 
 GOLDEN = np.load(ROOT / "data" / "golden.npz")
 
@@ -231,7 +232,8 @@ def test_causal(mode):
 @pytest.mark.parametrize("router", ["expert", "token", "none"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_grid(router, causal, monkeypatch):
-    """Shared keys and values: queries back on the grid, as on a GPU, see what they see through the CPU's mask."""
+    """Shared keys and values: queries back on the grid, as on a GPU, see what they see through the CPU's
+    mask."""
     model, idx = build(router=router, cache="shared"), ids(3, 12)
     expected = model(idx, causal=causal)[0]
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
