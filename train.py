@@ -343,8 +343,8 @@ def train(run, log):
             numbers = {name: value.tolist() for name, value in numbers.items()}   # waits for the device
             lm, speed = torch.stack(losses).mean().item(), len(losses) / (time.perf_counter() - clock)
             if not math.isfinite(lm + numbers["norm"]):
-                raise ValueError(f"loss {lm}, gradient {numbers['norm']} at step {run.step}: start again with "
-                                 f"--learning_rate below {tc.learning_rate}; no checkpoint was lost")
+                raise ValueError(f"loss {lm}, gradient {numbers['norm']} at step {run.step}: start again with"
+                                 f" --learning_rate below {tc.learning_rate}; no checkpoint was lost")
             tokens = speed * tc.batch_size * tc.grad_accum * run.config.block_size
             numbers.update(lm=lm, lr=lr_at(run.step - 1, tc), tokens_per_s=tokens)
             record(numbers, f"step {run.step}/{tc.max_steps} | loss {lm:.3f} | lr {numbers['lr']:.1e} | norm "
