@@ -598,12 +598,13 @@ def test_parse():
     ("--compile=maybe", "'maybe'"), ("--router=expart", "'expart'"), ("--n_embd=100", "n_embd=100"),
     ("--max_steps=0", "max_steps=0"), ("--n_rec", "n_rec"), ("--learning_rate=nan", "learning_rate=nan"),
     ("--seed=-1", "seed=-1"), ("--keep_steps=a", "keep_steps=a"), ("--device=cuda:99", "--device=cuda:99"),
-    ("--device=abacus", "--device=abacus"), ("--dtype=float8", "'float8'"),
+    ("--device=meta", "--device=meta"), ("--dtype=float8", "'float8'"),
     ("--data=nowhere.txt", "nowhere.txt does not exist"), ("--data=empty.txt", "empty.txt holds no text"),
     ("--data=short.txt", "--block_size"), ("--data=hollow", "hollow holds no text"),
     ("--resume=nowhere", "nowhere"), ("--resume=empty.txt", "empty.txt is not a checkpoint"),
     ("--resume=foreign.pt", "foreign.pt is not a checkpoint"), ("--vocab_size=100", "vocab_size=100"),
     ("--out_dir=empty.txt", "empty.txt"), ("--model=huge", "'huge'"), ("tiny", "tiny"),
+    ("--out_dir=", "out_dir="), ("--batch_size=1e18", "memory"),
     ("--batch_size=1e12", "memory"), ("--sharing=sequence", "sharing=sequence"), ("--seed=1e30", "seed=")])
 def test_bad_input(option, words, tmp_path, monkeypatch, capsys):
     """One line that names the value, exit code 2, and nothing written."""

@@ -59,6 +59,8 @@ class TrainConfig:
         for f in fields(self):
             if f.type is int and f.name != "seed" and getattr(self, f.name) < min(1, f.default):
                 raise ValueError(f"{f.name}={getattr(self, f.name)} must be at least {min(1, f.default)}")
+        if not (self.data and self.data_dir and self.out_dir):
+            raise ValueError(f"data={self.data}, data_dir={self.data_dir}, out_dir={self.out_dir}: name all")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"learning_rate={self.learning_rate} must be a positive number")
         if not 0 <= self.seed < 2**32:
@@ -87,7 +89,8 @@ def guarded(main):
     except (ValueError, OSError) as error:
         fail(error)
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, RuntimeError) and not re.search("out of memory|allocate memory", str(error)):
+        memory = re.search("out of memory|allocate memory|overflow", str(error))
+        if isinstance(error, RuntimeError) and not memory:
             raise
         fail("out of memory: choose a smaller model, --block_size or --batch_size (with more --grad_accum)")
 
@@ -132,6 +135,8 @@ def pick_device(name):
     """The torch.device for an option; auto takes the best there is."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name.split(":")[0] not in ("cpu", "cuda", "mps"):
+        raise ValueError(f"--device={name} is unknown: choose cpu, cuda, cuda:1 and so on, or mps")
     try:
         return torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as error:
