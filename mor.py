@@ -522,7 +522,8 @@ def pick(logits, u, temperature=1.0, top_k=0):
     logits = at_least_float32(logits)
     if 0 < top_k < logits.shape[1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
-    total = (logits / temperature).softmax(dim=1).cumsum(dim=1)                            # (N, V)
+    logits = (logits - logits.amax(dim=1, keepdim=True)) / temperature   # at most 0: no temperature overflows
+    total = logits.softmax(dim=1).cumsum(dim=1)                                            # (N, V)
     last = total[:, -1:]   # about 1; u * last has to stay below, or a token of probability 0 could be drawn
     u = torch.minimum(u.to(last.dtype).unsqueeze(1) * last, torch.nextafter(last, torch.zeros_like(last)))
     return torch.searchsorted(total, u, right=True).squeeze(1)

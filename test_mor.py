@@ -848,7 +848,8 @@ def test_pick():
     u = (torch.arange(8000) + 0.5) / 8000
     draws = lambda **options: pick(logits.expand(8000, -1), u, **options).bincount(minlength=4).tolist()
     assert draws() == [1000, 2000, 0, 5000] and draws(top_k=4) == draws(top_k=99) == draws(top_k=0)
-    assert draws(temperature=0) == draws(top_k=1) == [0, 0, 0, 8000] and draws(top_k=2)[0] == 0
+    assert draws(temperature=0) == draws(top_k=1) == draws(temperature=1e-38) == [0, 0, 0, 8000]
+    assert draws(top_k=2)[0] == 0
     assert draws(temperature=0.5) == pytest.approx([8000 / 30, 8000 * 4 / 30, 0, 8000 * 25 / 30], abs=1)
     edge = torch.tensor([0.0, 1 - 2**-24, 1 - 1e-16], dtype=torch.float64)
     masked = torch.tensor([[-math.inf, 0.1, 0.3, -math.inf]]).expand(3, -1)
