@@ -92,8 +92,6 @@ class Printer:
 def main(argv):
     config = SampleConfig(**parse(argv, __doc__, SampleConfig))
     checkpoint, device = load_checkpoint(config.out_dir), pick_device(config.device)
-    if hasattr(sys.stdout, "reconfigure"):   # a terminal without Unicode shows question marks
-        sys.stdout.reconfigure(errors="replace")
     model = checkpoint["model"].to(device).eval()
     prompt = [python_source.EOF] + python_source.encode(config.prompt)
     model.check(1, config.max_depth or model.config.n_rec, config.threshold)

@@ -666,6 +666,12 @@ def test_branch(go, capsys):
             (["--resume=long", "--seed=1", "--max_steps=30"], "--seed=1 contradicts seed=1337")]:
         assert words in refusal(lambda argv: go(*argv), options, capsys)
     assert same(before, weights("long/ckpt.pt"))
+    damaged = bytearray(Path("long/ckpt.pt").read_bytes())
+    damaged[len(damaged) // 2] ^= 255
+    Path("damaged.pt").write_bytes(damaged)
+    for options, words in [(["--resume=damaged.pt"], "damaged.pt is not a checkpoint"),
+                           (["--out_dir=nan", "--max_steps=1", "--learning_rate=1e38"], "not finite")]:
+        assert words in refusal(lambda argv: go(*argv), options, capsys) and not Path("nan/ckpt.pt").exists()
     go("--resume=long", "--max_steps=22")
     assert torch.load("long/ckpt.pt", weights_only=True)["step"] == 22
 

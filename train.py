@@ -18,6 +18,7 @@ import shlex
 import signal
 import sys
 import time
+import zipfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -82,6 +83,8 @@ def fail(message):
 
 def guarded(main):
     """Run main; bad input, a full disk or too little memory end in one line instead of a traceback."""
+    if hasattr(sys.stdout, "reconfigure"):   # a terminal without Unicode shows question marks
+        sys.stdout.reconfigure(errors="replace")
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
@@ -89,6 +92,8 @@ def guarded(main):
     except (ValueError, OSError) as error:
         fail(error)
     except (RuntimeError, MemoryError) as error:
+        if "compiler" in str(error):
+            fail("torch.compile found no compiler that works: use --compile=false")
         memory = re.search("out of memory|allocate memory|overflow", str(error))
         if isinstance(error, RuntimeError) and not memory:
             raise
@@ -172,11 +177,11 @@ def settle(given, checkpoint):
 
 
 def check_out_dir(tc, checkpoint):
-    """Make out_dir. No checkpoint in it is overwritten, but a ckpt.pt by the run that goes on from it."""
+    """Make out_dir. No checkpoint in it is overwritten, but by the run that goes on from its ckpt.pt."""
     out, mine = Path(tc.out_dir), checkpoint and checkpoint["path"].resolve()
     out.mkdir(parents=True, exist_ok=True)
-    for path in sorted(out.glob("ckpt.pt" if checkpoint else "*.pt")):
-        if path.resolve() != mine:
+    for path in sorted(out.glob("*.pt")):
+        if not (mine and mine.parent == out.resolve()) or path.name == "ckpt.pt" and path.resolve() != mine:
             raise ValueError(f"{path} would be overwritten: go on from it with --resume={out}, or choose "
                              "another --out_dir")
     if checkpoint and checkpoint["step"] >= tc.max_steps:
@@ -193,10 +198,12 @@ def load_checkpoint(path):
     if not path.is_file():
         raise ValueError(f"there is no checkpoint {path}: train one first with python train.py --n_rec=3")
     try:
+        assert zipfile.ZipFile(path).testzip() is None, "its content is damaged"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         model = MoR(MoRConfig(**checkpoint["config"]))
         model.load_state_dict(checkpoint["model"])
         TrainConfig(**checkpoint["train_config"])
+        assert {"step", "optimizer", "reader", "rng", "data"} <= set(checkpoint), "parts of it are missing"
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error)[:80]}"
         raise ValueError(f"{path} is not a checkpoint of this project ({reason})") from None
@@ -207,7 +214,10 @@ def save_checkpoint(path, state):
     """Written beside, then renamed: whatever happens, `path` is whole, the old checkpoint or the new one."""
     beside = path.with_suffix(".tmp")
     with open(beside, "wb") as f:
-        torch.save(state, f)
+        try:
+            torch.save(state, f)
+        except RuntimeError as error:   # what torch makes of a full disk
+            raise OSError(f"{beside} could not be written, is the disk full? ({str(error)[:80]})") from None
         f.flush()
         os.fsync(f.fileno())
     os.replace(beside, path)
@@ -292,6 +302,9 @@ class Run:
         self.forward = torch.compile(self.model, fullgraph=True) if tc.compile and static else self.model
 
     def save(self, name):
+        if not all(p.isfinite().all() for p in self.model.parameters()):
+            raise ValueError(f"weights at step {self.step} are not finite, nothing was saved: start again with "
+                             f"--learning_rate below {self.tc.learning_rate}")
         state = dict(config=asdict(self.config), train_config=asdict(self.tc), step=self.step,
                      model=self.model.state_dict(), optimizer=self.optimizer.state_dict(),
                      reader=self.reader.state, rng=torch.get_rng_state(),
@@ -390,7 +403,7 @@ def main(argv):
     print(f"{n_params(config):,} parameters, {config.effective_depth} layers deep: {config.n_shared} shared "
           f"x {config.n_rec} + {config.n_unshared}")
     print("config", *(f"{name}={value}" for name, value in settings.items() if value != ""))
-    with open(Path(tc.out_dir) / "log.jsonl", "a" if checkpoint else "w") as log:
+    with open(Path(tc.out_dir) / "log.jsonl", "a") as log:
         log.write(json.dumps({"argv": argv, "torch": torch.__version__, **settings}) + "\n")
         train(run, log)
     done, out = run.step == tc.max_steps, shlex.quote(tc.out_dir)

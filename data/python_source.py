@@ -70,7 +70,8 @@ def source(data, data_dir):
     if not sum(size for _, size, _ in stats):
         raise ValueError(f"--data={data} holds no text: name a text file or a folder of text")
     name = f"python-{platform.python_version()}" if data == "python" else Path(data).resolve().name
-    name = f"{name}-{hashlib.sha256(repr(stats).encode()).hexdigest()[:8]}"   # other text, other name
+    stamp = hashlib.sha256(repr((root.resolve(), stats)).encode(errors="surrogateescape")).hexdigest()
+    name = f"{name}-{stamp[:8]}"   # other text, other name
     train, val = Path(data_dir) / name / "train.bin", Path(data_dir) / name / "val.bin"
     if not (train.exists() and val.exists()):
         train.parent.mkdir(parents=True, exist_ok=True)
