@@ -303,7 +303,7 @@ class Run:
 
     def save(self, name):
         if not all(p.isfinite().all() for p in self.model.parameters()):
-            raise ValueError(f"weights at step {self.step} are not finite, nothing was saved: start again with "
+            raise ValueError(f"weights at step {self.step} are not finite and not saved: start again with "
                              f"--learning_rate below {self.tc.learning_rate}")
         state = dict(config=asdict(self.config), train_config=asdict(self.tc), step=self.step,
                      model=self.model.state_dict(), optimizer=self.optimizer.state_dict(),
