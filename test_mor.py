@@ -108,37 +108,46 @@ name = lambda mode: "-".join(str(v) for v in mode.values()) or "default"
 every_mode = pytest.mark.parametrize("mode", MODES + VARIANTS, ids=name)
 
 
+def oracle_norm(x, w):
+    return x / (x.pow(2).mean() + 1e-5).sqrt() * w
+
+
+def oracle_turn(x, t):
+    D, x, i = len(x), x.clone(), torch.arange(len(x) // 2)
+    angle = t * 10000.0 ** (-2 * i.double() / D)
+    a, b = x[:D // 2].clone(), x[D // 2:].clone()
+    x[:D // 2], x[D // 2:] = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
+    return x
+
+
+def oracle_layer(c, block, where, h, written):
+    """One layer for h, a dict: position -> vector. `written` keeps its keys and values under `where`."""
+    H, G, D = c.n_head, c.n_kv_head, c.n_embd // c.n_head
+    normed = {t: oracle_norm(x, block.attn_norm.weight) for t, x in h.items()}
+    if c.cache == "recursion" or where not in written:
+        kv = {t: (block.attn.kv_proj.weight @ x).view(2, G, D) for t, x in normed.items()}
+        written[where] = {t: ([oracle_turn(k, t) for k in kv[t][0]], list(kv[t][1])) for t in kv}
+    out = {}
+    for t, x in h.items():
+        heads = []
+        for i, q in enumerate((block.attn.q_proj.weight @ normed[t]).view(H, D)):
+            seen = [p for p in written[where] if p <= t]
+            keys, values = ([written[where][p][j][i // (H // G)] for p in seen] for j in (0, 1))
+            scores = torch.stack([oracle_turn(q, t) @ k for k in keys]) / D ** 0.5
+            heads.append(sum(a * v for a, v in zip(scores.softmax(0), values)))
+        x = x + block.attn.o_proj.weight @ torch.cat(heads)
+        gate, up = (block.mlp.gate_up_proj.weight @ oracle_norm(x, block.mlp_norm.weight)).chunk(2)
+        out[t] = x + block.mlp.down_proj.weight @ (gate * gate.sigmoid() * up)
+    return out
+
+
 def oracle(model, tokens, causal, max_depth=None, threshold=0.5):
     """Logits (T, V) and depths of one row. h, and whatever is made of it, is a dict: position -> vector."""
-    c, T, m = model.config, len(tokens), len(model.shared)
-    H, G, D, n = c.n_head, c.n_kv_head, c.n_embd // c.n_head, max_depth or c.n_rec
-    written = {}
-    norm = lambda x, w: x / (x.pow(2).mean() + 1e-5).sqrt() * w
-
-    def turn(x, t):
-        x, i = x.clone(), torch.arange(D // 2)
-        angle = t * 10000.0 ** (-2 * i.double() / D)
-        a, b = x[:D // 2].clone(), x[D // 2:].clone()
-        x[:D // 2], x[D // 2:] = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
-        return x
+    c, T, m, written = model.config, len(tokens), len(model.shared), {}
+    n = max_depth or c.n_rec
 
     def layer(block, where, h):
-        normed = {t: norm(x, block.attn_norm.weight) for t, x in h.items()}
-        if c.cache == "recursion" or where not in written:
-            kv = {t: (block.attn.kv_proj.weight @ x).view(2, G, D) for t, x in normed.items()}
-            written[where] = {t: ([turn(k, t) for k in kv[t][0]], list(kv[t][1])) for t in kv}
-        out = {}
-        for t, x in h.items():
-            heads = []
-            for i, q in enumerate((block.attn.q_proj.weight @ normed[t]).view(H, D)):
-                seen = [p for p in written[where] if p <= t]
-                keys, values = ([written[where][p][j][i // (H // G)] for p in seen] for j in (0, 1))
-                scores = torch.stack([turn(q, t) @ k for k in keys]) / D ** 0.5
-                heads.append(sum(a * v for a, v in zip(scores.softmax(0), values)))
-            x = x + block.attn.o_proj.weight @ torch.cat(heads)
-            gate, up = (block.mlp.gate_up_proj.weight @ norm(x, block.mlp_norm.weight)).chunk(2)
-            out[t] = x + block.mlp.down_proj.weight @ (gate * gate.sigmoid() * up)
-        return out
+        return oracle_layer(c, block, where, h, written)
 
     def recursion(h, r):
         for l in range(r * m, (r + 1) * m):
@@ -183,7 +192,8 @@ def oracle(model, tokens, causal, max_depth=None, threshold=0.5):
             h = recursion(h, r)
     for block in model.last:
         h = layer(block, "last", h)
-    return torch.stack([model.wte.weight @ norm(h[t], model.norm.weight) for t in h]), [depth[t] for t in h]
+    logits = [model.wte.weight @ oracle_norm(h[t], model.norm.weight) for t in h]
+    return torch.stack(logits), [depth[t] for t in h]
 
 
 @torch.no_grad()
