@@ -23,6 +23,8 @@ only where tokens attend to, or compete with, each other.
 Depth counts 1..n_rec in words, outputs and logs; code loops over r = 0..n_rec-1.
 """
 import math
+import time
+from collections import Counter, deque
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args, get_origin
 
@@ -161,9 +163,10 @@ class Attention(nn.Module):
     def forward(self, x, rows, layer):
         H, G, D = self.heads
         q, k, v = rotate(self.q_proj(x).view(-1, H, D), rows.rope), None, None             # (N, H, D)
-        if rows.writes(layer):
-            k, v = self.kv_proj(x).view(-1, 2, G, D).unbind(1)                             # (N, G, D) each
-            k = rotate(k, rows.rope)
+        n = rows.writers(layer)
+        if n > 0:
+            k, v = self.kv_proj(x[:n]).view(-1, 2, G, D).unbind(1)                         # (n, G, D) each
+            k = rotate(k, [t[:n] for t in rows.rope])
         return self.o_proj(rows.attend(layer, q, k, v).flatten(1))                         # (N, C)
 
 
@@ -209,10 +212,11 @@ class Rows:
 
     flat (N,): row * T + position of each token, ascending. S: tokens in each row, or None if rows hold
     different numbers. table: see rope_table. store: keys and values by layer for the shared cache, None for
-    the other.
+    the other. written: None, or a list to which every layer adds (layer, flat, k, v) of what it writes.
     """
-    def __init__(self, B, T, table, store, flat, S=None):
-        self.B, self.T, self.table, self.store, self.flat, self.S = B, T, table, store, flat, S
+    def __init__(self, B, T, table, store, written, flat, S=None):
+        self.B, self.T, self.table, self.store, self.written = B, T, table, store, written
+        self.flat, self.S = flat, S
         self.slot, self.rope = None, [t[flat % T].unsqueeze(1) for t in table]             # (N, 1, D/2) each
         if S is None:   # a row's tokens first, then padding, where no real query sees it
             row, count = flat // T, torch.bincount(flat // T, minlength=B)                 # (N,), (B,)
@@ -222,16 +226,18 @@ class Rows:
 
     def take(self, chosen, S=None):
         """The rows of some of these tokens; chosen (N',) holds ascending indices into them, S is as above."""
-        return Rows(self.B, self.T, self.table, self.store, self.flat[chosen], S)
+        return Rows(self.B, self.T, self.table, self.store, self.written, self.flat[chosen], S)
 
-    def writes(self, layer):
-        """Whether this layer has keys and values to make; shared ones, only the first time that it runs."""
-        return self.store is None or layer not in self.store
+    def writers(self, layer):
+        """How many of the tokens, from the first, write keys and values: all, or none where they are shared."""
+        return len(self.flat) if self.store is None or layer not in self.store else 0
 
     def attend(self, layer, q, k, v):
         """Attention of q (N, H, D) to k, v (N, G, D), or None for those in store; returns (N, H, D)."""
         slot, S, mask = self.slot, self.S, None
         if k is not None:
+            if self.written is not None:
+                self.written.append((layer, self.flat, k, v))
             k, v = self.spread(k, slot, S), self.spread(v, slot, S)                        # (B, G, S, D) each
             if self.store is not None:
                 self.store[layer] = k, v
@@ -333,23 +339,33 @@ class ExpertRouter(nn.Module):
     """
     def __init__(self, config):
         super().__init__()
-        self.random, self.block_size = config.router_arch == "random", config.block_size
-        self.gate = torch.tanh if config.gate == "tanh" else torch.sigmoid
+        self.random = config.router_arch == "random"
+        self.gate, self.n_rec = torch.tanh if config.gate == "tanh" else torch.sigmoid, config.n_rec
         self.alpha = 0.1 if config.alpha < 0 else config.alpha
         self.coef = {"aux": config.aux_coef, "z": max(config.z_coef, 0.0)}
         n, n_aux = config.n_rec * (not self.random), config.n_rec * (config.sampling == "aux_router")
         self.score = nn.ModuleList(Score(config, 1) for _ in range(n))
         self.aux_score = nn.ModuleList(Score(config, 1) for _ in range(n_aux))
+        if self.random:   # logits fixed by recursion and position, above 0 as often as training keeps a token
+            u = torch.rand(config.n_rec, config.block_size, generator=torch.Generator().manual_seed(0), device="cpu")
+            bar = 1 / (1 + config.n_rec - torch.arange(config.n_rec, device="cpu"))
+            self.register_buffer("noise", u - bar.unsqueeze(1), persistent=False)
+
+    def ask(self, h, position, r):
+        """Logits (N,) of tokens h (N, C) before recursion r: for the gate and the top-k, and for the threshold."""
+        z = self.noise[r, position] if self.random else self.score[r](h).squeeze(1)
+        return z, self.aux_score[r](h.detach()).squeeze(1) if self.aux_score else z
 
     def forward(self, h, rows, recursion, routing, r=0):
         if r == routing.max_depth:
             return h
-        z = self.noise(rows, r, routing) if self.random else self.score[r](h).squeeze(1)   # (N,)
-        guess = self.aux_score[r](h.detach()).squeeze(1) if self.aux_score else z          # (N,)
+        z, guess = self.ask(h, rows.flat % rows.T, r)                                      # (N,) each
+        if self.random and self.training and not routing.causal:
+            z = torch.rand(len(z)).to(z)   # anew at every step; on the CPU, whose state checkpoints keep
         chosen, S = self.choose(z, guess, rows, routing, r)                                # (N',)
         routing.logits[rows.flat, r] = z.detach()
         routing.depth[rows.flat[chosen]] = r + 1
-        gate = self.alpha * (torch.ones_like(z) if self.random else self.gate(z))          # (N,)
+        gate = self.weigh(z)                                                               # (N,)
 
         def deeper(x, rows):
             # Eq 2.1. recursion(x) contains x already, so this is (1 + gate) * x + gate * its changes.
@@ -375,13 +391,22 @@ class ExpertRouter(nn.Module):
             routing.add(aux=F.binary_cross_entropy_with_logits(guess, kept), z=z.square().mean())
         return chosen, k
 
-    def noise(self, rows, r, routing):
-        """Logits (N,) of router_arch=random. Drawn anew in training (on the CPU: checkpoints keep its state);
-        else fixed by position and recursion, so that results repeat, as many above 0 as training keeps."""
-        if self.training and not routing.causal:
-            return torch.rand(len(rows.flat)).to(routing.logits)
-        u = torch.rand(self.block_size, generator=torch.Generator().manual_seed(r)).to(routing.logits)
-        return u[rows.flat % rows.T] - (1 - routing.k[r] / routing.k[max(0, r - 1)])
+    def weigh(self, z):
+        return self.alpha * (torch.ones_like(z) if self.random else self.gate(z))
+
+    def start(self, h, position):
+        """Generation: logits (N, n_rec) of new tokens h (N, C), NaN where they have not been asked yet."""
+        z = self.ask(h, position, 0)[0].unsqueeze(1)
+        return F.pad(z, (0, self.n_rec - 1), value=math.nan)
+
+    def step(self, h, x, h1, z, depth, position, max_depth, threshold):
+        """Generation: recursion `depth` (N,) made x of h, (N, C) each. Returns the next h, z, and who leaves."""
+        h = h + self.weigh(z.gather(1, depth.unsqueeze(1))).to(h.dtype) * x
+        answers = [self.ask(h, position, r) for r in range(max_depth)]
+        new, guess = (torch.stack(column, dim=1) for column in zip(*answers))              # (N, max_depth)
+        asked = torch.arange(max_depth, device=h.device) == depth.unsqueeze(1) + 1
+        z = torch.cat([torch.where(asked, new, z[:, :max_depth]), z[:, max_depth:]], dim=1)
+        return h, z, ~(asked & (guess > math.log(threshold / (1 - threshold)))).any(dim=1)
 
 
 class TokenRouter(nn.Module):
@@ -404,8 +429,7 @@ class TokenRouter(nn.Module):
 
     def forward(self, h, rows, recursion, routing):
         z = self.score(h)                                                                  # (N, n_rec)
-        p = self.alpha * (z.softmax(dim=1) if self.softmax else z.sigmoid())               # (N, n_rec)
-        choice = (p.detach() + self.bias).argmax(dim=1, keepdim=True)                      # (N, 1)
+        p, choice = self.weigh(z)
         depth = (choice.squeeze(1) + 1).clamp(max=routing.max_depth)                       # (N,)
         routing.logits[rows.flat], routing.depth[rows.flat] = z.detach(), depth
 
@@ -425,6 +449,21 @@ class TokenRouter(nn.Module):
         def deeper(x, rows):
             return self.deepen(recursion(x, rows, r), rows, recursion, depth[chosen], r + 1)
         return among(chosen, None, x, rows, deeper)
+
+    def weigh(self, z):
+        """Gates (N, n_rec) of all depths, and the depth chosen (N, 1), counted from 0."""
+        p = self.alpha * (z.softmax(dim=1) if self.softmax else z.sigmoid())
+        return p, (p.detach() + self.bias).argmax(dim=1, keepdim=True)
+
+    def start(self, h, position):
+        """Generation: logits (N, n_rec) of new tokens h (N, C)."""
+        return self.score(h)
+
+    def step(self, h, x, h1, z, depth, position, max_depth, threshold):
+        """Generation: recursion `depth` (N,) made x of h, (N, C) each. Returns the next h, z, and who leaves."""
+        p, choice = self.weigh(z)
+        leaves = depth >= choice.squeeze(1).clamp(max=max_depth - 1)
+        return torch.where(leaves.unsqueeze(1), h1 + p.gather(1, choice).to(x.dtype) * x, x), z, leaves
 
     @torch.no_grad()
     def update_bias(self, load):
@@ -460,18 +499,30 @@ class MoR(nn.Module):
         plus the router's losses by their coefficients. causal: see Routing; None: unless training. max_depth:
         None is n_rec. k: None is config.capacity(T). Raises ValueError, see `check`.
         """
+        (B, T), causal = idx.shape, not self.training if causal is None else causal
+        flat = torch.arange(B * T, device=idx.device)
+        x, routing = self.states(idx, flat, T, causal, max_depth, threshold, k)
+        logits, loss = self.lm_head(self.norm(x)), None                                    # (B*T, V)
+        if targets is not None:
+            lm = F.cross_entropy(at_least_float32(logits), targets.flatten(), ignore_index=-1)
+            loss = lm + sum(self.router.coef[name] * term for name, term in routing.losses.items())
+            routing.add(lm=lm)
+        return logits.view(B, T, -1), loss, routing.finish(B, T)
+
+    def states(self, idx, flat, S, causal, max_depth, threshold, k=None, written=None):
+        """The tokens `flat` (N,) of idx (B, T) after the last layer, (N, C), and their Routing; see `forward`
+        and, for flat, S and written, `Rows`."""
         c, (B, T) = self.config, idx.shape
-        causal = not self.training if causal is None else causal
         max_depth = c.n_rec if max_depth is None else max_depth
         self.check(T, max_depth, threshold)
         like = dict(dtype=torch.promote_types(self.wte.weight.dtype, torch.float32), device=idx.device)
         routing = Routing(causal, max_depth, threshold, k or c.capacity(T),
                           depth=torch.full((B * T,), 1 if c.routed else max_depth, device=idx.device),
                           logits=torch.full((B * T, c.n_rec), torch.nan, **like))
-        rows = Rows(B, T, rope_table(T, c.head_dim, **like), {} if c.cache == "shared" else None,
-                    torch.arange(B * T, device=idx.device), T)
+        rows = Rows(B, T, rope_table(T, c.head_dim, **like), {} if c.cache == "shared" else None, written,
+                    flat, S)
 
-        x = self.wte(idx).flatten(0, 1)                                                    # (B*T, C)
+        x = self.wte(idx.flatten()[flat])                                                  # (N, C)
         for block in self.first:
             x = block(x, rows, "first")
         if c.routed:
@@ -481,12 +532,7 @@ class MoR(nn.Module):
                 x = self.recursion(x, rows, r)
         for block in self.last:
             x = block(x, rows, "last")
-        logits, loss = self.lm_head(self.norm(x)), None                                    # (B*T, V)
-        if targets is not None:
-            lm = F.cross_entropy(at_least_float32(logits), targets.flatten(), ignore_index=-1)
-            loss = lm + sum(self.router.coef[name] * term for name, term in routing.losses.items())
-            routing.add(lm=lm)
-        return logits.view(B, T, -1), loss, routing.finish(B, T)
+        return x, routing
 
     def recursion(self, x, rows, r):
         """The paper's f: recursion r of the shared block on tokens x (N, C). Table 1 has the sharing maps."""
