@@ -140,16 +140,17 @@ def at_least_float32(x):
 
 
 def rope_table(T, D, dtype, device, theta=10000.0):
-    """cos and sin, (T, D/2) each, of the angles by which positions turn: t * theta^(-2i/D) for pair i."""
+    """cos and sin, (T, D) each, of the angles by which positions turn: t * theta^(-2i/D) for pair (i, i + D/2).
+    In the first half sin has the minus of a rotation: (a, b) becomes (a cos - b sin, b cos + a sin)."""
     freq = theta ** (-torch.arange(0, D, 2, device=device, dtype=dtype) / D)               # (D/2,)
     angle = torch.arange(T, device=device, dtype=dtype)[:, None] * freq                    # (T, D/2)
-    return angle.cos(), angle.sin()
+    return torch.cat([angle.cos()] * 2, dim=1), torch.cat([-angle.sin(), angle.sin()], dim=1)
 
 
 def rotate(x, rope):
-    """Turn pairs (i, i + D/2) of x (N, H, D) by their token's angles; rope: cos and sin, (N, 1, D/2) each."""
-    (a, b), (cos, sin) = x.chunk(2, dim=-1), rope
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    """Turn the pairs of each head of x (N, H, D) by their token's angles; rope: cos and sin, (N, 1, D) each."""
+    cos, sin = rope
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -217,7 +218,7 @@ class Rows:
     def __init__(self, B, T, table, store, written, flat, S=None):
         self.B, self.T, self.table, self.store, self.written = B, T, table, store, written
         self.flat, self.S = flat, S
-        self.slot, self.rope = None, [t[flat % T].unsqueeze(1) for t in table]             # (N, 1, D/2) each
+        self.slot, self.rope = None, [t[flat % T].unsqueeze(1) for t in table]             # (N, 1, D) each
         if S is None:   # a row's tokens first, then padding, where no real query sees it
             row, count = flat // T, torch.bincount(flat // T, minlength=B)                 # (N,), (B,)
             rank = torch.arange(len(flat), device=flat.device) - (count.cumsum(0) - count)[row]
@@ -555,12 +556,12 @@ class MoR(nn.Module):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 6. Generation: one pass of the shared block serves sequences at different depths
+# 6. Generation
 #
-# Each slot holds a sequence in flight, and of it one token that is on its way. An iteration passes all of
-# them through the shared block, each at its own depth. Those that their router lets go pass the last layer
-# and the head, become the next token of their sequence, pass the first layer, and are in the very next
-# iteration. A sequence that ends hands its slot to the next request.
+# A slot holds a text that is being written, and of it one token that is on its way. One pass of the shared
+# block serves the tokens of all slots, each at its own depth. Those that their router then lets go wait for
+# the last layer and the head; there each becomes the next token of its text, and starts again at depth 1.
+# A text that ends hands its slot to the next in the queue.
 
 def pick(logits, u, temperature=1.0, top_k=0):
     """Draw ids (N,) from logits (N, V) with uniform numbers u (N,) in [0, 1), one for each token.
@@ -579,160 +580,168 @@ def pick(logits, u, temperature=1.0, top_k=0):
     u = torch.minimum(u.to(last.dtype).unsqueeze(1) * last, torch.nextafter(last, torch.zeros_like(last)))
     return torch.searchsorted(total, u, right=True).squeeze(1)
 
-
 class Log:
-    """Keys and values of the sequences in flight: for each slot and layer a row that only grows.
+    """Keys and values of the texts in flight. A layer has a row for each slot, and rows only grow:
 
-        cache        a token writes in the shared block    and a query at depth r sees
-        recursion    one entry for each recursion          the entries tagged r
-        shared       one entry, at depth 1                 every entry
+        cache        a token adds, in the shared block     and a query at depth r sees
+        recursion    an entry at each recursion it takes   the entries with tag r
+        shared       an entry at depth 1                   all entries
 
-    In the first and the last layer each token has one entry. All memory is taken at the start: kv[layer] is
-    k and v, (slots, G, length, D) each; tag (slots, entries) is of the shared block, -1 where nothing is.
+    In the first and the last layer each token has one entry. kv[layer]: k and v, (slots, G, length, D) each,
+    allocated once, written in place. tag (slots, entries): which recursion made an entry of the shared block.
     """
     def __init__(self, config, slots, max_len, entries, like):
-        self.tagged = config.cache == "recursion"
-        self.slots, self.length = slots, {False: max_len, True: entries}
-
-        def row(length):
-            return [torch.zeros(slots, config.n_kv_head, length, config.head_dim, **like) for _ in "kv"]
-        self.kv = {layer: row(self.length[self.tagged]) for layer in range(config.n_shared)}
-        self.kv.update({layer: row(max_len) for layer in ("first", "last")[:config.n_unshared]})
+        self.slots, self.tagged = slots, config.cache == "recursion" and config.n_rec > 1
+        lengths = dict.fromkeys(("first", "last")[:config.n_unshared], max_len)
+        lengths.update(dict.fromkeys(range(config.n_shared), entries if self.tagged else max_len))
+        self.kv = {layer: [torch.zeros(slots, config.n_kv_head, length, config.head_dim, **like) for _ in "kv"]
+                   for layer, length in lengths.items()}
         self.tag = torch.full((slots, entries), -1, device=like["device"])
 
+    def has_tags(self, layer):
+        return self.tagged and layer not in ("first", "last")
+
+    def write(self, layer, slot, entry, k, v):
+        """Write k and v (n, G, D) of n tokens at their slot (n,) and entry (n,)."""
+        for row, x in zip(self.kv[layer], (k, v)):
+            row[slot, :, entry] = x
+
     def wipe(self, slots):
-        """Empty some slots. To zeros, for a NaN would come through the mask: 0 times NaN is NaN."""
+        """Empty some slots; to zeros, for an old NaN would come through the mask: 0 times NaN is NaN."""
         self.tag[slots] = -1
-        for row in self.kv.values():
-            for x in row:
-                x[slots] = 0
+        for row in sum(self.kv.values(), []):
+            row[slots] = 0
 
     def fill(self, slots, depth, written):
-        """Write prompts as if token by token, one for each of the slots. depth (B, T); written: see Rows."""
+        """Write one prompt for each of slots, as if token by token. depth (B, T); written: see Rows."""
         T, turns = depth.shape[1], Counter()
-        before = (depth.cumsum(dim=1) - depth).flatten()   # entries in front of a token's own
+        before = (depth.cumsum(dim=1) - depth).flatten()   # entries in front of each token's own
         for layer, flat, k, v in written:
-            slot, where = slots[flat // T], flat % T
-            if self.tagged and layer not in ("first", "last"):
-                where = before[flat] + turns[layer]
-                self.tag[slot, where] = turns[layer]
+            slot, entry = slots[flat // T], flat % T
+            if self.has_tags(layer):
+                entry = before[flat] + turns[layer]
+                self.tag[slot, entry] = turns[layer]
                 turns[layer] += 1
-            for row, x in zip(self.kv[layer], (k, v)):
-                row[slot, :, where] = x
+            self.write(layer, slot, entry, k, v)
 
 
 class Step:
     """Where one token of each of n slots stands; to a layer, what Rows is.
 
-    slot, position, depth (recursions so far), entry (where its next one goes in the log): (n,) each, in order
-    of depth. new: how many are at depth 0. lengths: how much of the log is in use, by whether it has tags.
+    slot, position, depth (recursions so far), entry (where the next one goes): (n,) each, in order of depth.
+    new: how many are at depth 0. lengths: entries in use, in rows without tags and with.
     """
     def __init__(self, log, table, slot, position, depth, entry, new, lengths):
-        self.log, self.slot, self.position, self.depth, self.entry = log, slot, position, depth, entry
-        self.new, self.lengths, self.turns, self.views = new, lengths, Counter(), {}
-        self.rope = [t[position].unsqueeze(1) for t in table]                              # (n, 1, D/2) each
+        self.log, self.table, self.new, self.lengths = log, table, new, lengths
+        self.slot, self.position, self.depth, self.entry = slot, position, depth, entry
+        self.turns, self.views = Counter(), {}
+        self.rope = [t.index_select(0, position).unsqueeze(1) for t in table]              # (n, 1, D) each
+
+    def take(self, n):
+        """The first n of these tokens, all of them at depth 0."""
+        plan = [x[:n] for x in (self.slot, self.position, self.depth, self.entry)]
+        return self if n == len(self.slot) else Step(self.log, self.table, *plan, n, self.lengths)
 
     def writers(self, layer):
-        """As in Rows. A layer takes several turns in a pass under the sequence maps."""
-        if layer in ("first", "last") or self.log.tagged:
-            return len(self.slot)
-        return self.new if self.turns[layer] == 0 else 0
+        """As in Rows. Only the sequence maps give a layer several turns in one pass."""
+        return len(self.slot) if self.log.has_tags(layer) else self.new if self.turns[layer] == 0 else 0
 
     def attend(self, layer, q, k, v):
-        """Attention of q (n, H, D) to what its slot holds, once k, v (n', G, D) of the first n' are written."""
-        unshared, turn = layer in ("first", "last"), self.turns[layer]
-        if (unshared, turn) not in self.views:
-            self.views[unshared, turn] = self.view(unshared, turn)
-        mask, slot, where = self.views[unshared, turn]
-        self.turns[layer] += 1
+        """Attention of q (n, H, D) to the entries of their slots, once k and v of the writers are there."""
+        tagged, turn = self.log.has_tags(layer), self.turns[layer]
+        if (tagged, turn) not in self.views:   # the same for all layers of the block
+            self.views[tagged, turn] = self.view(tagged, turn)
+        (mask, slot, entry), self.turns[layer] = self.views[tagged, turn], turn + 1
         if k is not None:
-            for row, x in zip(self.log.kv[layer], (k, v)):
-                row[slot[:len(x)], :, where[:len(x)]] = x
-        # Queries are put into all slots, where keys and values are: those are too many to be copied. Heads
-        # that share a key are queries at one position: so every fused kernel takes the mask.
-        q = q.new_zeros(self.log.slots, *q.shape[1:]).index_copy(0, self.slot, q)          # (slots, H, D)
+            self.log.write(layer, slot[:len(k)], entry[:len(k)], k, v)
+        # Keys and values are too many to be copied, so that the queries go to where they are. Heads that share
+        # a key become queries of one head: in that form every fused kernel takes a mask.
         k, v = (row[:, :, :mask.shape[-1]] for row in self.log.kv[layer])                  # (slots, G, S, D)
+        q = q.new_zeros(self.log.slots, *q.shape[1:]).index_copy(0, self.slot, q)          # (slots, H, D)
         y = F.scaled_dot_product_attention(q.unflatten(1, (k.shape[1], -1)), k, v, mask)
         return y.flatten(1, 2).index_select(0, self.slot)                                  # (n, H, D)
 
-    def view(self, unshared, turn):
-        """What each slot sees, (slots, 1, 1, S), and the slot and entry (n,) that each token writes to."""
-        tagged = self.log.tagged and not unshared
-        S, slot, where = self.lengths[tagged], self.slot, self.position
+    def view(self, tagged, turn):
+        """The mask (slots, 1, 1, S) to be added, and where each token writes: slot and entry, (n,) each."""
+        slot, entry = self.slot, self.position
         if tagged:
-            where, depth = self.entry + turn, self.depth + turn
-            self.log.tag[slot, where] = depth
-            seen = self.log.tag[slot, :S] == depth.unsqueeze(1)                            # (n, S)
+            entry, depth = self.entry + turn, self.depth + turn
+            self.log.tag[slot, entry] = depth
+            seen = self.log.tag[slot, :self.lengths[1]] == depth.unsqueeze(1)              # (n, S)
         else:
-            seen = torch.arange(S, device=slot.device) <= where.unsqueeze(1)
-            if not unshared:   # compiled, all make keys and values; the spare slot takes what none may see
-                slot = torch.where(self.depth == 0, slot, self.log.slots - 1)
-        mask = seen.new_zeros(self.log.slots, S).index_copy(0, self.slot, seen)
-        return mask[:, None, None], slot, where
+            seen = torch.arange(self.lengths[0], device=slot.device) <= entry.unsqueeze(1)
+            slot = self.into()
+        mask = torch.full((self.log.slots, seen.shape[1]), -math.inf, device=slot.device)
+        mask[self.slot] = torch.where(seen, 0.0, -math.inf)
+        return mask[:, None, None].to(self.log.kv[0][0].dtype), slot, entry
+
+    def into(self):
+        """The slots, but the last one for deeper tokens: only compiled steps have such, and that slot to spare."""
+        return torch.where(self.depth == 0, self.slot, self.log.slots - 1)
 
 
 @dataclass
 class Request:
     """A text to go on with, and what came of it."""
-    prompt: list  # token ids, at least one
+    prompt: list  # token ids
     max_new_tokens: int
-    seed: int  # of the stream that gives one uniform number for each new token
-    tokens: list = field(default_factory=list)  # the new ids; the stop token, where it came, is the last
+    stream: torch.Generator  # gives one number for each new token
+    tokens: list = field(default_factory=list)  # new ids; the stop token, if it came, is the last
     depths: list = field(default_factory=list)  # recursions that went into choosing each
-    logits: list = field(default_factory=list)  # the router's for each depth, NaN where it was not asked
-    reason: str = ""  # of its end: max_new_tokens, stop (the stop token) or length (the log is full)
+    logits: list = field(default_factory=list)  # of the router at each depth, NaN where it was not asked
+    reason: str = ""  # why the text ended: max_new_tokens, stop, or length, when the log is full
     slot: int = -1
     position: int = 0  # of the token on its way
     depth: int = 0  # recursions it has taken
-    entry: int = 0  # where its next recursion goes in the log: recursions of all tokens so far
+    entry: int = 0  # where its next one goes: the recursions of all tokens so far
 
 
 class Engine:
-    """Continuous depth-wise batching (paper, section 3.3): a queue of requests served by a number of slots.
+    """Continuous depth-wise batching (paper, section 3.3): a queue of requests, served by a number of slots.
 
-    max_len: tokens that a slot can hold, by default block_size. entries: recursions that it can hold, by
-    default enough for any. temperature, top_k: see pick. max_depth, threshold: see MoR.forward. stop: the id
-    that ends a text. vocab_size: ids from here on are not drawn. compile: compiled steps of fixed shapes.
+    max_len: tokens that a slot holds, by default block_size. entries: recursions that it holds, by default
+    enough for any depth. stop: the id that ends a text. vocab_size: ids from here on are never drawn.
+    patience: the head is called when this share of the texts in flight waits for it. compile: compiled steps
+    of fixed shapes. temperature, top_k: see pick. max_depth, threshold: see MoR.forward.
 
-    What a request gets does not depend on its neighbours, nor on slots, max_len and entries before they are
-    full. counts: block_calls, exit_calls, block_rows (tokens that passed the block), tokens (new ones),
-    recursions (of these), kv_entries (keys held at a time, at most, over all layers), seconds.
+    A text depends neither on its neighbours nor, unless it fills them, on slots, max_len and entries.
+    counts: calls of the block and the head, block_rows (tokens in block calls), tokens (new ones), recursions
+    (that these took), kv_entries (over all layers, at most, at a time), seconds.
     """
     def __init__(self, model, slots=8, max_len=None, entries=None, temperature=1.0, top_k=0, max_depth=None,
-                 threshold=0.5, stop=None, vocab_size=None, compile=False):
-        c, weight = model.config, model.wte.weight
-        self.model, self.temperature, self.top_k, self.stop = model, temperature, top_k, stop
-        self.max_depth = c.n_rec if max_depth is None else max_depth
-        self.threshold, self.vocab_size, self.compile = threshold, vocab_size or c.vocab_size, compile
+                 threshold=0.5, stop=None, vocab_size=None, patience=0.5, compile=False):
+        c, w, n = model.config, model.wte.weight, slots + compile   # compiled: the last one is spare
+        self.model, self.temperature, self.top_k, self.threshold = model, temperature, top_k, threshold
+        self.stop, self.patience, self.compile = stop, patience, compile
+        self.vocab_size, self.max_depth = vocab_size or c.vocab_size, max_depth or c.n_rec
         self.max_len = c.block_size if max_len is None else max_len
         self.entries = self.max_len * c.n_rec if entries is None else entries
         model.check(self.max_len, self.max_depth, threshold)
-        if slots < 1 or self.entries < self.max_depth or not temperature >= 0 or top_k < 0:
-            raise ValueError(f"slots={slots}, entries={self.entries}, temperature={temperature}, top_k={top_k}: "
-                             f"must be at least 1, {self.max_depth}, 0 and 0")
-        # Layers are the same at every depth under the cycle maps. Else a pass is all recursions in a row.
+        if slots < 1 or self.entries < 1 or not 0 <= temperature < math.inf or top_k < 0:
+            raise ValueError(f"slots={slots} and entries={self.entries} must be at least 1, temperature="
+                             f"{temperature} and top_k={top_k} at least 0")
+        # Under the cycle maps the layers are the same at every depth. Else a pass is all recursions in a row.
         self.span = 1 if "cycle" in c.sharing else c.n_rec
-        self.queue, self.busy, self.chosen, self.free = deque(), [], None, list(range(slots))[::-1]
-        self.counts = Counter()
-        n, like = slots + compile, dict(device=weight.device, dtype=weight.dtype)   # compiled: one to spare
-        wide = dict(like, dtype=torch.promote_types(weight.dtype, torch.float32))
-        self.log = Log(c, n, self.max_len, self.entries, like)
+        wide = dict(device=w.device, dtype=torch.promote_types(w.dtype, torch.float32))
+        self.log = Log(c, n, self.max_len, self.entries, dict(device=w.device, dtype=w.dtype))
         self.table = rope_table(self.max_len, c.head_dim, **wide)
-        self.h, self.h1 = (torch.zeros(n, c.n_embd, **like) for _ in range(2))   # before the next recursion
-        self.z = torch.full((n, c.n_rec), math.nan, **wide)                      # of the router
-        self.u = torch.zeros(n, self.max_len, device=weight.device)              # uniform numbers by position
-        wrap = torch.compile if compile else lambda f: f
-        self.block, self.leave, self.enter = wrap(self._block), wrap(self._leave), wrap(self._enter)
+        self.token = torch.zeros(n, dtype=torch.long, device=w.device)
+        self.h, self.h1 = torch.zeros(2, n, c.n_embd, device=w.device, dtype=w.dtype)  # now, and at depth 0
+        self.z = torch.full((n, c.n_rec), math.nan, **wide)                            # router logits
+        self.block, self.leave = (torch.compile(f) if compile else f for f in (self._block, self._leave))
+        self.queue, self.free, self.counts = deque(), list(range(slots)), Counter()
+        self.busy, self.waiting, self.chosen = [], [], None
 
     def submit(self, prompt, max_new_tokens, seed=None):
-        """Queue a prompt, a list of token ids, and return its Request. ValueError if it can never fit."""
-        seed = torch.randint(2**62, ()).item() if seed is None else seed
-        request = Request(list(prompt), max_new_tokens, seed)
+        """Queue a prompt, a list of ids, and return its Request. ValueError if it cannot fit."""
         if not prompt or not self.room(len(prompt) - 1, (len(prompt) - 1) * self.max_depth):
-            raise ValueError(f"a prompt of {len(prompt)} tokens does not fit: it needs 1 to {self.max_len} tokens and "
-                             f"{self.max_depth} entries for each, of {self.entries}")
-        if max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative")
+            raise ValueError(f"a prompt of {len(prompt)} tokens does not fit: it must have 1 to {self.max_len}, "
+                             f"and {self.max_depth} entries for each, of {self.entries}")
+        if max_new_tokens < 0 or not all(0 <= token < self.model.config.vocab_size for token in prompt):
+            raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 0, and the prompt's ids below "
+                             f"vocab_size={self.model.config.vocab_size}")
+        stream = torch.Generator().manual_seed(torch.randint(2**62, ()).item() if seed is None else seed)
+        request = Request(list(prompt), max_new_tokens, stream)
         if max_new_tokens == 0:
             request.reason = "max_new_tokens"
         else:
@@ -740,148 +749,142 @@ class Engine:
         return request
 
     def room(self, position, entry):
-        """Whether a slot holds one more token, at this position, as deep as it likes."""
+        """Whether a slot holds one more token, as deep as it may go."""
         return position < self.max_len and (not self.log.tagged or entry + self.max_depth <= self.entries)
 
     def run(self):
-        """Serve until the queue is empty. Yields a request whenever it has got a token."""
-        while self.queue or self.busy or self.chosen:
+        """Serve until all is done. Yields a request whenever it gets a token."""
+        while self.queue or self.busy or self.waiting or self.chosen:
             yield from self.step()
 
     @torch.no_grad()
     def step(self):
-        """One iteration. Returns the requests that have got a token: what the iteration before chose."""
-        clock, c, held = time.perf_counter(), self.model.config, 0
-        self.admit()
-        running, leavers, self.busy = sorted(self.busy, key=lambda request: request.depth), [], []
-        leaves = self.block(*self.plan(running)).tolist() if running else []   # waits for the device
+        """One pass of the block, and what goes with it. Returns the requests that get a token."""
+        clock, running = time.perf_counter(), self.admit()
+        leaves = self.block(*self.plan(running)).tolist() if running else []   # the one wait for the device
         got = self.deliver()
+        self.busy = []
         for request, leaving in zip(running, leaves):
-            if not request.reason:   # it has one if its newest token, as we know only now, is the stop token
+            if not request.reason:   # else its newest token, as is known only now, was the stop token
                 request.depth, request.entry = request.depth + self.span, request.entry + self.span
-                tokens = request.position + 1
-                held += c.n_unshared * tokens + c.n_shared * (request.entry if self.log.tagged else tokens)
-                (leavers if leaving else self.busy).append(request)
-        if leavers:
-            self.exit(leavers)
-        self.counts.update(block_calls=bool(running), block_rows=len(running), exit_calls=bool(leavers),
-                           seconds=time.perf_counter() - clock)
-        self.counts["kv_entries"] = max(self.counts["kv_entries"], held)
+                (self.waiting if leaving else self.busy).append(request)
+        if self.waiting and len(self.waiting) >= self.patience * (len(self.waiting) + len(self.busy)):
+            self.exit()
+        self.counts.update(block_calls=bool(running), block_rows=len(running))
+        self.counts["seconds"] += time.perf_counter() - clock
         return got
 
     def admit(self):
-        """Hand free slots to the requests that have waited longest."""
+        """Hand free slots to those who have waited longest. Returns all who are ready for the block."""
         new = [self.queue.popleft() for _ in range(min(len(self.queue), len(self.free)))]
         if new:
-            device = self.u.device
             for request in new:
                 request.slot, request.position = self.free.pop(), len(request.prompt) - 1
-                stream = torch.Generator().manual_seed(request.seed)
-                self.u[request.slot, request.position:] = torch.rand(self.max_len - request.position,
-                                                                     generator=stream).to(device)
-            self.log.wipe(torch.tensor([request.slot for request in new], device=device))
+            slots = self.tensor([request.slot for request in new])
+            self.log.wipe(slots)
             self.prefill(new)
-            self.start(new, torch.tensor([request.prompt[-1] for request in new], device=device))
+            self.token[slots] = self.tensor([request.prompt[-1] for request in new])
+            self.busy += new
+        return sorted(self.busy, key=lambda request: request.depth)
 
     def prefill(self, requests):
-        """Prompts in parallel, but for their last tokens, which take the way of every later token."""
-        B, T, device = len(requests), max(request.position for request in requests), self.u.device
+        """Prompts, in parallel, but for their last tokens, which go the way of every later one."""
+        T = max(request.position for request in requests)
         if T > 0:
-            idx = torch.tensor([r.prompt[:-1] + [0] * (T - r.position) for r in requests], device=device)
-            length = torch.tensor([r.position for r in requests], device=device)
-            inside = torch.arange(T, device=device) < length.unsqueeze(1)                  # (B, T)
+            idx = self.tensor([r.prompt[:-1] + [0] * (T - r.position) for r in requests])           # (B, T)
+            inside = torch.arange(T, device=idx.device) < self.tensor([[r.position] for r in requests])
             flat, written = inside.flatten().nonzero().squeeze(1), []
-            _, routing = self.model.states(idx, flat, T if len(flat) == B * T else None, True, self.max_depth,
+            _, routing = self.model.states(idx, flat, T if inside.all() else None, True, self.max_depth,
                                            self.threshold, written=written)
-            depth = routing.depth.view(B, T)
-            self.log.fill(torch.tensor([r.slot for r in requests], device=device), depth, written)
-            for request, entries in zip(requests, (depth * inside).sum(dim=1).tolist()):
-                request.entry = entries
+            depth = routing.depth.view_as(idx)
+            self.log.fill(self.tensor([r.slot for r in requests]), depth, written)
+            for request, entry in zip(requests, (depth * inside).sum(dim=1).tolist()):
+                request.entry = entry
 
-    def start(self, requests, tokens):
-        """Send each request's token on its way."""
-        if requests:
-            slot, *rest = self.plan(requests)
-            self.enter(F.pad(tokens, (0, len(slot) - len(tokens))), slot, *rest)   # or cropped, if negative
-            self.busy += requests
-
-    def exit(self, leavers):
-        """Choose their next tokens, and send on its way each that is not the last of its text."""
-        def end(request):
-            if request.position - len(request.prompt) + 2 == request.max_new_tokens:
-                return "max_new_tokens"
-            return "" if self.room(request.position + 1, request.entry) else "length"
-        leavers = sorted(leavers, key=lambda request: end(request) != "")
-        ends = [end(request) for request in leavers]
-        tokens, z = (x.clone() for x in self.leave(*self.plan(leavers)))
-        self.chosen = leavers, [request.depth for request in leavers], ends, tokens, z
-        for request, reason in zip(leavers, ends):
-            request.position, request.depth = request.position + 1, 0
+    def exit(self):
+        """Those who wait choose their next tokens, and go on with them unless the text ends there."""
+        requests, self.waiting, depths, ends = self.waiting, [], [], []
+        for request in requests:
+            last = request.position - len(request.prompt) + 2 == request.max_new_tokens
+            ends.append("max_new_tokens" if last else
+                        "" if self.room(request.position + 1, request.entry) else "length")
+            depths.append(request.depth)
+            request.depth = 0
+        plan = self.plan(requests)
+        u = torch.cat([torch.rand(1, generator=request.stream) for request in requests])
+        u = F.pad(u, (0, len(plan[0]) - len(u))).to(self.h.device)
+        self.chosen = requests, depths, ends, *(x.clone() for x in self.leave(u, *plan))
+        for request, reason in zip(requests, ends):
+            request.position += 1
             if reason:
                 self.free.append(request.slot)
-        self.start(leavers[:ends.count("")], tokens)
+            else:
+                self.busy.append(request)
+        self.counts["exit_calls"] += 1
 
     def deliver(self):
-        """Hand out the tokens of the last `exit`. They are there by now, so that nothing waits for them."""
-        if not self.chosen:
-            return []
-        (requests, depths, ends, tokens, z), self.chosen = self.chosen, None
-        for request, depth, reason, token, logits in zip(requests, depths, ends, tokens.tolist(), z.tolist()):
+        """Hand out what the last `exit` chose. It is there by now, so that reading it waits for nothing."""
+        requests, *results = self.chosen or ([], [], [], torch.zeros(0), torch.zeros(0))
+        self.chosen = None
+        for request, depth, reason, token, z in zip(requests, *results[:2], *(x.tolist() for x in results[2:])):
             request.tokens.append(token)
             request.depths.append(depth)
-            request.logits.append(logits)
+            request.logits.append(z)
+            request.reason = "stop" if token == self.stop else reason
             if token == self.stop and not reason:
                 self.free.append(request.slot)
-            request.reason = "stop" if token == self.stop else reason
-        self.counts.update(tokens=len(requests), recursions=sum(depths))
+        self.counts.update(tokens=len(requests), recursions=sum(results[0]))
         return requests
 
+    def tensor(self, ints):
+        return torch.tensor(ints, device=self.h.device)
+
     def plan(self, requests):
-        """Arguments of a Step with these requests; compiled, of all slots, padded with the one to spare."""
-        where = [(r.slot, r.position, r.depth, r.entry) for r in requests]
-        new, lengths = sum(r.depth == 0 for r in requests), (self.max_len, self.entries)
+        """What Step wants to know of these requests. Compiled: always of n, padded with the spare slot."""
+        rows = [(r.slot, r.position, r.depth, r.entry) for r in requests]
+        new, lengths = sum(r.depth == 0 for r in requests), (max(r.position for r in requests) + 1,
+                                                             max(r.entry for r in requests) + self.span)
         if self.compile:
-            where += [(self.log.slots - 1, 0, 0, 0)] * (self.log.slots - 1 - len(where))
-            new = len(where)
-        else:
-            lengths = max(r.position for r in requests) + 1, max(r.entry for r in requests) + self.span
-        return *torch.tensor(where).T.to(self.u.device).unbind(), new, lengths
+            rows += [(self.log.slots - 1, 0, 0, 0)] * (self.log.slots - 1 - len(rows))
+            new, lengths = len(rows), (self.max_len, self.entries)
+        return *self.tensor(rows).T.unbind(), new, lengths
 
-    def _enter(self, tokens, slot, position, *rest):
-        """Tokens (n,) through embedding and first layer."""
-        x, step = self.model.wte(tokens), Step(self.log, self.table, slot, position, *rest)
-        for block in self.model.first:
-            x = block(x, step, "first")
-        self.h[slot], self.h1[slot] = x, x
-        if self.model.router:
-            self.z[slot] = self.model.router.start(x, position)
-
-    def _block(self, slot, position, depth, *rest):
-        """One pass of the shared block, each token at its depth. Returns who has left after it, (n,)."""
-        h, step = self.h[slot], Step(self.log, self.table, slot, position, depth, *rest)
-        x = h
+    def _block(self, *plan):
+        """One pass of the shared block. Returns which of the tokens (n,) have left after it."""
+        model, step = self.model, Step(self.log, self.table, *plan)
+        if step.new:   # tokens at depth 0 come from the embedding and the first layer
+            first = step.take(step.new)
+            x, into = model.wte(self.token[first.slot]), first.into()
+            for block in model.first:
+                x = block(x, first, "first")
+            self.h[into] = x
+            if model.router:
+                self.h1[into], self.z[into] = x, model.router.start(x, first.position)
+        x = h = self.h[step.slot]
         for r in range(self.span):
-            x = self.model.recursion(x, step, r)
-        leaves = depth + self.span >= self.max_depth
-        if self.model.router:
-            x, self.z[slot], done = self.model.router.step(h, x, self.h1[slot], self.z[slot], depth, position,
-                                                           self.max_depth, self.threshold)
+            x = model.recursion(x, step, r)
+        leaves = step.depth + self.span >= self.max_depth
+        if model.router:
+            x, self.z[step.slot], done = model.router.step(
+                h, x, self.h1[step.slot], self.z[step.slot], step.depth, step.position, self.max_depth, self.threshold)
             leaves = leaves | done
-        self.h[slot] = x
+        self.h[step.slot] = x
         return leaves
 
-    def _leave(self, slot, position, *rest):
-        """Tokens that have left, through last layer and head: the ids (n,) they choose, and router logits."""
-        x, step = self.h[slot], Step(self.log, self.table, slot, position, *rest)
+    def _leave(self, u, *plan):
+        """Last layer and head: the next tokens (n,), drawn by u (n,), and what the router said on the way."""
+        step = Step(self.log, self.table, *plan)
+        x, z = self.h[step.slot], self.z[step.slot]
         for block in self.model.last:
             x = block(x, step, "last")
         logits = self.model.lm_head(self.model.norm(x))[:, :self.vocab_size]               # (n, V)
-        return pick(logits, self.u[slot, position], self.temperature, self.top_k), self.z[slot]
+        self.token[step.slot] = token = pick(logits, u, self.temperature, self.top_k)
+        return token, z
 
 
 def generate(model, prompts, max_new_tokens, temperature=1.0, top_k=None, seed=None, max_depth=None,
              threshold=0.5, slots=None, stop=None, vocab_size=None):
-    """Go on with each prompt, a list of token ids. Returns a Request each, with `tokens` and `depths`.
+    """Go on with each prompt, a list of token ids. Returns their Requests, with `tokens` and `depths`.
 
     seed: of the first; each further one adds 1. slots: how many run at a time, by default up to 32. A text
     that fills block_size ends. The rest: see Engine. Raises ValueError.
