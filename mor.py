@@ -140,15 +140,15 @@ def at_least_float32(x):
 
 
 def rope_table(T, D, dtype, device, theta=10000.0):
-    """cos and sin, (T, D) each, of the angles by which positions turn: t * theta^(-2i/D) for pair (i, i + D/2).
-    In the first half sin has the minus of a rotation: (a, b) becomes (a cos - b sin, b cos + a sin)."""
+    """cos and sin, (T, D) each, of the angles t * theta^(-2i/D) by which position t turns pair (i, i + D/2).
+    sin starts with the minus of a rotation, which makes (a cos - b sin, b cos + a sin) of a pair (a, b)."""
     freq = theta ** (-torch.arange(0, D, 2, device=device, dtype=dtype) / D)               # (D/2,)
     angle = torch.arange(T, device=device, dtype=dtype)[:, None] * freq                    # (T, D/2)
     return torch.cat([angle.cos()] * 2, dim=1), torch.cat([-angle.sin(), angle.sin()], dim=1)
 
 
 def rotate(x, rope):
-    """Turn the pairs of each head of x (N, H, D) by their token's angles; rope: cos and sin, (N, 1, D) each."""
+    """Turn the pairs in each head of x (N, H, D) by their token's angles; rope: cos, sin, (N, 1, D) each."""
     cos, sin = rope
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
@@ -230,7 +230,7 @@ class Rows:
         return Rows(self.B, self.T, self.table, self.store, self.written, self.flat[chosen], S)
 
     def writers(self, layer):
-        """How many of the tokens, from the first, write keys and values: all, or none where they are shared."""
+        """How many tokens, from the first, write keys and values: all, or none where earlier ones serve."""
         return len(self.flat) if self.store is None or layer not in self.store else 0
 
     def attend(self, layer, q, k, v):
@@ -348,13 +348,14 @@ class ExpertRouter(nn.Module):
         self.score = nn.ModuleList(Score(config, 1) for _ in range(n))
         self.aux_score = nn.ModuleList(Score(config, 1) for _ in range(n_aux))
         if self.random:   # logits fixed by recursion and position, above 0 as often as training keeps a token
-            u = torch.rand(config.n_rec, config.block_size, generator=torch.Generator().manual_seed(0), device="cpu")
-            bar = 1 / (1 + config.n_rec - torch.arange(config.n_rec, device="cpu"))
-            self.register_buffer("noise", u - bar.unsqueeze(1), persistent=False)
+            draw = dict(generator=torch.Generator().manual_seed(0), device="cpu")
+            u = torch.rand(config.block_size, config.n_rec, **draw)                        # (T, n_rec)
+            bar = torch.tensor([1 / (config.n_rec + 1 - r) for r in range(config.n_rec)], device="cpu")
+            self.register_buffer("noise", u - bar, persistent=False)
 
     def ask(self, h, position, r):
-        """Logits (N,) of tokens h (N, C) before recursion r: for the gate and the top-k, and for the threshold."""
-        z = self.noise[r, position] if self.random else self.score[r](h).squeeze(1)
+        """Logits of tokens h (N, C) before recursion r, (N,) each: for gate and top-k, for the threshold."""
+        z = self.noise[position, r] if self.random else self.score[r](h).squeeze(1)
         return z, self.aux_score[r](h.detach()).squeeze(1) if self.aux_score else z
 
     def forward(self, h, rows, recursion, routing, r=0):
@@ -396,18 +397,20 @@ class ExpertRouter(nn.Module):
         return self.alpha * (torch.ones_like(z) if self.random else self.gate(z))
 
     def start(self, h, position):
-        """Generation: logits (N, n_rec) of new tokens h (N, C), NaN where they have not been asked yet."""
-        z = self.ask(h, position, 0)[0].unsqueeze(1)
-        return F.pad(z, (0, self.n_rec - 1), value=math.nan)
+        """Generation: logits (N, n_rec) of new tokens h (N, C) at positions (N,), NaN where not asked yet."""
+        return F.pad(self.ask(h, position, 0)[0].unsqueeze(1), (0, self.n_rec - 1), value=math.nan)
 
     def step(self, h, x, h1, z, depth, position, max_depth, threshold):
-        """Generation: recursion `depth` (N,) made x of h, (N, C) each. Returns the next h, z, and who leaves."""
+        """Generation: recursion `depth` (N,) has made x of h, (N, C) each. Returns what goes into the next,
+        z with its router's answers, and who leaves instead. h1: what went into the first."""
         h = h + self.weigh(z.gather(1, depth.unsqueeze(1))).to(h.dtype) * x
-        answers = [self.ask(h, position, r) for r in range(max_depth)]
-        new, guess = (torch.stack(column, dim=1) for column in zip(*answers))              # (N, max_depth)
-        asked = torch.arange(max_depth, device=h.device) == depth.unsqueeze(1) + 1
-        z = torch.cat([torch.where(asked, new, z[:, :max_depth]), z[:, max_depth:]], dim=1)
-        return h, z, ~(asked & (guess > math.log(threshold / (1 - threshold)))).any(dim=1)
+        z, leaves = z.clone(), torch.ones_like(depth, dtype=torch.bool)
+        for r in range(1, max_depth):
+            answer, guess = self.ask(h, position, r)
+            here = depth + 1 == r
+            z[:, r] = torch.where(here, answer, z[:, r])
+            leaves &= ~(here & (guess > math.log(threshold / (1 - threshold))))
+        return h, z, leaves
 
 
 class TokenRouter(nn.Module):
@@ -461,7 +464,8 @@ class TokenRouter(nn.Module):
         return self.score(h)
 
     def step(self, h, x, h1, z, depth, position, max_depth, threshold):
-        """Generation: recursion `depth` (N,) made x of h, (N, C) each. Returns the next h, z, and who leaves."""
+        """Generation: recursion `depth` (N,) has made x of h, (N, C) each. Returns what goes into the next,
+        z, and who leaves instead. h1: what went into the first."""
         p, choice = self.weigh(z)
         leaves = depth >= choice.squeeze(1).clamp(max=max_depth - 1)
         return torch.where(leaves.unsqueeze(1), h1 + p.gather(1, choice).to(x.dtype) * x, x), z, leaves
@@ -594,7 +598,8 @@ class Log:
         self.slots, self.tagged = slots, config.cache == "recursion" and config.n_rec > 1
         lengths = dict.fromkeys(("first", "last")[:config.n_unshared], max_len)
         lengths.update(dict.fromkeys(range(config.n_shared), entries if self.tagged else max_len))
-        self.kv = {layer: [torch.zeros(slots, config.n_kv_head, length, config.head_dim, **like) for _ in "kv"]
+        G, D = config.n_kv_head, config.head_dim
+        self.kv = {layer: [torch.zeros(slots, G, length, D, **like) for _ in "kv"]
                    for layer, length in lengths.items()}
         self.tag = torch.full((slots, entries), -1, device=like["device"])
 
@@ -654,8 +659,8 @@ class Step:
         (mask, slot, entry), self.turns[layer] = self.views[tagged, turn], turn + 1
         if k is not None:
             self.log.write(layer, slot[:len(k)], entry[:len(k)], k, v)
-        # Keys and values are too many to be copied, so that the queries go to where they are. Heads that share
-        # a key become queries of one head: in that form every fused kernel takes a mask.
+        # Keys and values are too many to be copied: the queries go to where they are. Heads that share a key
+        # become queries of one head, as in that form every fused kernel takes a mask.
         k, v = (row[:, :, :mask.shape[-1]] for row in self.log.kv[layer])                  # (slots, G, S, D)
         q = q.new_zeros(self.log.slots, *q.shape[1:]).index_copy(0, self.slot, q)          # (slots, H, D)
         y = F.scaled_dot_product_attention(q.unflatten(1, (k.shape[1], -1)), k, v, mask)
@@ -676,7 +681,7 @@ class Step:
         return mask[:, None, None].to(self.log.kv[0][0].dtype), slot, entry
 
     def into(self):
-        """The slots, but the last one for deeper tokens: only compiled steps have such, and that slot to spare."""
+        """The slots; for deeper tokens, which only compiled steps have here, the last one, which is spare."""
         return torch.where(self.depth == 0, self.slot, self.log.slots - 1)
 
 
@@ -694,6 +699,7 @@ class Request:
     position: int = 0  # of the token on its way
     depth: int = 0  # recursions it has taken
     entry: int = 0  # where its next one goes: the recursions of all tokens so far
+    kv_entries: int = 0  # in the log, over all layers, for the tokens that have left
 
 
 class Engine:
@@ -705,21 +711,23 @@ class Engine:
     of fixed shapes. temperature, top_k: see pick. max_depth, threshold: see MoR.forward.
 
     A text depends neither on its neighbours nor, unless it fills them, on slots, max_len and entries.
-    counts: calls of the block and the head, block_rows (tokens in block calls), tokens (new ones), recursions
-    (that these took), kv_entries (over all layers, at most, at a time), seconds.
+    counts: block_calls, exit_calls, block_rows (tokens in block calls), tokens (new ones), recursions (that
+    these took), kv_entries (the most at a time), seconds.
     """
     def __init__(self, model, slots=8, max_len=None, entries=None, temperature=1.0, top_k=0, max_depth=None,
                  threshold=0.5, stop=None, vocab_size=None, patience=0.5, compile=False):
         c, w, n = model.config, model.wte.weight, slots + compile   # compiled: the last one is spare
         self.model, self.temperature, self.top_k, self.threshold = model, temperature, top_k, threshold
-        self.stop, self.patience, self.compile = stop, patience, compile
-        self.vocab_size, self.max_depth = vocab_size or c.vocab_size, max_depth or c.n_rec
+        self.stop, self.vocab_size, self.patience, self.compile = stop, vocab_size, patience, compile
+        self.max_depth = c.n_rec if max_depth is None else max_depth
         self.max_len = c.block_size if max_len is None else max_len
         self.entries = self.max_len * c.n_rec if entries is None else entries
         model.check(self.max_len, self.max_depth, threshold)
-        if slots < 1 or self.entries < 1 or not 0 <= temperature < math.inf or top_k < 0:
-            raise ValueError(f"slots={slots} and entries={self.entries} must be at least 1, temperature="
-                             f"{temperature} and top_k={top_k} at least 0")
+        if slots < 1 or self.entries < 1 or not 0 <= patience <= 1:
+            raise ValueError(f"slots={slots} and entries={self.entries} must be at least 1, and patience="
+                             f"{patience} between 0 and 1")
+        if not 0 <= temperature < math.inf or top_k < 0:
+            raise ValueError(f"temperature={temperature} and top_k={top_k} must not be negative")
         # Under the cycle maps the layers are the same at every depth. Else a pass is all recursions in a row.
         self.span = 1 if "cycle" in c.sharing else c.n_rec
         wide = dict(device=w.device, dtype=torch.promote_types(w.dtype, torch.float32))
@@ -735,11 +743,12 @@ class Engine:
     def submit(self, prompt, max_new_tokens, seed=None):
         """Queue a prompt, a list of ids, and return its Request. ValueError if it cannot fit."""
         if not prompt or not self.room(len(prompt) - 1, (len(prompt) - 1) * self.max_depth):
-            raise ValueError(f"a prompt of {len(prompt)} tokens does not fit: it must have 1 to {self.max_len}, "
-                             f"and {self.max_depth} entries for each, of {self.entries}")
-        if max_new_tokens < 0 or not all(0 <= token < self.model.config.vocab_size for token in prompt):
-            raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 0, and the prompt's ids below "
-                             f"vocab_size={self.model.config.vocab_size}")
+            raise ValueError(f"a prompt of {len(prompt)} tokens does not fit: it must have 1 to {self.max_len}"
+                             f" tokens, and the log {self.max_depth} entries for each, of {self.entries}")
+        V = self.model.config.vocab_size
+        if max_new_tokens < 0 or min(prompt) < 0 or max(prompt) >= V:
+            raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative, and the tokens of a "
+                             f"prompt must be 0 to {V - 1}")
         stream = torch.Generator().manual_seed(torch.randint(2**62, ()).item() if seed is None else seed)
         request = Request(list(prompt), max_new_tokens, stream)
         if max_new_tokens == 0:
@@ -757,7 +766,7 @@ class Engine:
         while self.queue or self.busy or self.waiting or self.chosen:
             yield from self.step()
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self):
         """One pass of the block, and what goes with it. Returns the requests that get a token."""
         clock, running = time.perf_counter(), self.admit()
@@ -803,38 +812,40 @@ class Engine:
 
     def exit(self):
         """Those who wait choose their next tokens, and go on with them unless the text ends there."""
-        requests, self.waiting, depths, ends = self.waiting, [], [], []
+        requests, self.waiting, ends, c = self.waiting, [], [], self.model.config
         for request in requests:
-            last = request.position - len(request.prompt) + 2 == request.max_new_tokens
-            ends.append("max_new_tokens" if last else
-                        "" if self.room(request.position + 1, request.entry) else "length")
-            depths.append(request.depth)
+            fed, tags = request.position + 1, self.log.tagged
+            reason = ("max_new_tokens" if fed - len(request.prompt) + 1 == request.max_new_tokens else
+                      "" if self.room(fed, request.entry) else "length")
+            request.kv_entries = c.n_unshared * fed + c.n_shared * (request.entry if tags else fed)
+            ends.append((request, request.depth, reason))
             request.depth = 0
+        held = sum(request.kv_entries for request in requests + self.busy)
+        self.counts["kv_entries"] = max(self.counts["kv_entries"], held)
+        self.counts["exit_calls"] += 1
         plan = self.plan(requests)
         u = torch.cat([torch.rand(1, generator=request.stream) for request in requests])
         u = F.pad(u, (0, len(plan[0]) - len(u))).to(self.h.device)
-        self.chosen = requests, depths, ends, *(x.clone() for x in self.leave(u, *plan))
-        for request, reason in zip(requests, ends):
+        self.chosen = ends, *(x.clone() for x in self.leave(u, *plan))
+        for request, _, reason in ends:
             request.position += 1
             if reason:
                 self.free.append(request.slot)
             else:
                 self.busy.append(request)
-        self.counts["exit_calls"] += 1
 
     def deliver(self):
         """Hand out what the last `exit` chose. It is there by now, so that reading it waits for nothing."""
-        requests, *results = self.chosen or ([], [], [], torch.zeros(0), torch.zeros(0))
-        self.chosen = None
-        for request, depth, reason, token, z in zip(requests, *results[:2], *(x.tolist() for x in results[2:])):
+        (ends, tokens, z), self.chosen = self.chosen or ([], torch.zeros(0), torch.zeros(0)), None
+        for (request, depth, reason), token, logits in zip(ends, tokens.tolist(), z.tolist()):
             request.tokens.append(token)
             request.depths.append(depth)
-            request.logits.append(z)
+            request.logits.append(logits)
             request.reason = "stop" if token == self.stop else reason
             if token == self.stop and not reason:
                 self.free.append(request.slot)
-        self.counts.update(tokens=len(requests), recursions=sum(results[0]))
-        return requests
+        self.counts.update(tokens=len(ends), recursions=sum(depth for _, depth, _ in ends))
+        return [request for request, _, _ in ends]
 
     def tensor(self, ints):
         return torch.tensor(ints, device=self.h.device)
@@ -860,15 +871,15 @@ class Engine:
             self.h[into] = x
             if model.router:
                 self.h1[into], self.z[into] = x, model.router.start(x, first.position)
-        x = h = self.h[step.slot]
+        slot, h = step.slot, self.h[step.slot]
+        x, leaves = h, step.depth + self.span >= self.max_depth
         for r in range(self.span):
             x = model.recursion(x, step, r)
-        leaves = step.depth + self.span >= self.max_depth
         if model.router:
-            x, self.z[step.slot], done = model.router.step(
-                h, x, self.h1[step.slot], self.z[step.slot], step.depth, step.position, self.max_depth, self.threshold)
+            x, self.z[slot], done = model.router.step(h, x, self.h1[slot], self.z[slot], step.depth,
+                                                      step.position, self.max_depth, self.threshold)
             leaves = leaves | done
-        self.h[step.slot] = x
+        self.h[slot] = x
         return leaves
 
     def _leave(self, u, *plan):
