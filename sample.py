@@ -2,9 +2,11 @@
 
     python sample.py                                       what `python train.py` left in out/
     python sample.py --prompt="def main(" --temperature=0.5 --top_k=40
+    python sample.py --num_samples=8 --html=sample.html    eight at a time, also as a page for a browser
     python sample.py --max_depth=1                         the same text budget with a shallower model
 """
 import codecs
+import html
 import os
 import sys
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from typing import Literal
 import torch
 
 from data import python_source
-from mor import pick
+from mor import Engine
 from train import guarded, load_checkpoint, parse, pick_device
 
 
@@ -22,13 +24,15 @@ class SampleConfig:
     """What to write, and how."""
     out_dir: str = "out"  # folder of the checkpoint, or the checkpoint itself
     prompt: str = ""  # text to go on from; empty: the beginning of a file
-    max_new_tokens: int = 500  # tokens to write; the model always sees the last block_size of the text
-    num_samples: int = 1  # texts to write, one after the other
+    max_new_tokens: int = 500  # tokens to write; where block_size is full, the last half of the text goes on
+    num_samples: int = 1  # texts to write
+    slots: int = 8  # texts to write at the same time
     temperature: float = 0.8  # 0 always takes the likeliest token
     top_k: int = 0  # draw from the k likeliest tokens only; 0: from all
     seed: int = 1337  # of the first text; each further one adds 1
     max_depth: int = 0  # recursions a token can take at most; 0: all of the model's
     threshold: float = 0.5  # expert-choice: a token goes deeper while its router says more than this
+    html: str = ""  # file to write a page to: the text in colours, with what the router said of each token
     color: Literal["auto", "always", "never"] = "auto"  # without colour, a line of depths below each line
     device: str = "auto"  # cpu, cuda, mps; auto: the best there is
 
@@ -36,26 +40,38 @@ class SampleConfig:
         if self.max_new_tokens < 0 or self.num_samples < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 0, and "
                              f"num_samples={self.num_samples} at least 1")
-        if not 0 <= self.temperature < float("inf") or self.top_k < 0:
-            raise ValueError(f"temperature={self.temperature} and top_k={self.top_k} must not be negative")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} must be 0 to {2**32 - 1}")
 
 
-@torch.no_grad()
-def write(model, prompt, config, seed, device, bfloat16):
-    """Yield (token, depth) one by one; depth is the recursions that went into choosing the token."""
-    generator = torch.Generator().manual_seed(seed)
-    idx = torch.tensor([prompt], device=device)                                              # (1, T)
-    for _ in range(config.max_new_tokens):
-        idx = idx[:, -model.config.block_size:]
-        with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
-            logits, _, routing = model(idx, max_depth=config.max_depth or None, threshold=config.threshold)
-        u = torch.rand(1, generator=generator)
-        logits = logits[:, -1, :python_source.VOCAB_SIZE].cpu()                              # (1, V)
-        token = pick(logits, u, config.temperature, config.top_k)                            # (1,)
-        yield token.item(), routing.depth[0, -1].item()
-        idx = torch.cat([idx, token.view(1, 1).to(device)], dim=1)
+def write(engine, prompt, config):
+    """Yield (sample, token, depth, logits) as they come; see Request for depth and logits."""
+    block_size, origin = engine.max_len, {}
+
+    def submit(sample, part, context, left):
+        if len(context) > block_size or part > 0:
+            context = context[-max(1, block_size // 2):]
+        request = engine.submit(context, left, config.seed + sample + part * 2**32)
+        origin[id(request)] = request, sample, part
+    for sample in range(config.num_samples):
+        submit(sample, 0, prompt, config.max_new_tokens)
+    for request in engine.run():
+        _, sample, part = origin[id(request)]
+        yield sample, request.tokens[-1], request.depths[-1], request.logits[-1]
+        if request.reason == "length":
+            submit(sample, part + 1, request.prompt + request.tokens,
+                   request.max_new_tokens - len(request.tokens))
+
+
+def follow(sample, samples, events, config):
+    """Yield (token, depth, logits) of one sample up to its end. What comes for others waits in samples."""
+    for k in range(config.max_new_tokens):
+        while k == len(samples[sample]):
+            other, *event = next(events)
+            samples[other].append(event)
+        yield samples[sample][k]
+        if samples[sample][k][0] == python_source.EOF:
+            return
 
 
 class Printer:
@@ -78,9 +94,7 @@ class Printer:
             if char == "\n":
                 self.end_line()
                 continue
-            if not char.isprintable() and char != "\t":   # nothing that a model writes may steer the terminal
-                char = "\N{REPLACEMENT CHARACTER}"
-            print(self.paint(char, depth), end="", flush=True)
+            print(self.paint(visible(char), depth), end="", flush=True)
 
     def end_line(self):
         print()
@@ -89,28 +103,92 @@ class Printer:
         self.depths = ""
 
 
+def visible(char):
+    """Nothing that a model writes may steer a terminal or a browser."""
+    return char if char.isprintable() or char in "\t\n" else "\N{REPLACEMENT CHARACTER}"
+
+
+# A page that loads nothing. Pointing at a token shows at the foot what the router said of it.
+PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Mixture-of-Recursions</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><style>
+:root {{ color-scheme: light dark }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 58rem; margin: 2rem auto 6rem; padding: 0 1rem }}
+pre {{ font: 15px/1.6 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere;
+  border-top: 1px solid GrayText; padding-top: 1rem }}
+pre span:hover {{ outline: 2px solid }}
+pre span:hover::after {{ content: attr(data-t); position: fixed; inset: auto 0 0 0; padding: .6rem 1rem;
+  background: CanvasText; color: Canvas }}
+td {{ padding: .1rem .6rem }} hr {{ height: 1rem; margin: 0; border: 0; background: GrayText }}
+i, small {{ color: GrayText; font-style: normal }}
+{colors}</style>
+<h1>Mixture-of-Recursions</h1><p>The colour of a token is its depth: how many recursions of the shared block went
+into choosing it. Point at one to see what the router said. The prompt is grey.</p>
+<table>{rows}</table><p><small>{summary}</small></p>{texts}</html>
+"""
+
+
+def router_says(config, logits):
+    """Score and probability, for each recursion or depth that the router was asked about."""
+    z, name = torch.tensor(logits), "depth" if config.router == "token" else "recursion"
+    p = z.softmax(0) if config.router == "token" and config.gate != "sigmoid" else z.sigmoid()
+    return "".join(f" | router, {name} {r}: {score:+.2f}, {chance:.0%}"
+                   for r, (score, chance) in enumerate(zip(z.tolist(), p.tolist()), 1) if score == score)
+
+
+def page(config, prompt, samples, summary):
+    """The page for samples, each a list of (token, depth, logits)."""
+    depths = [depth for sample in samples for _, depth, _ in sample]
+    n, texts, colors, rows = config.n_rec, "", "", ""
+    before = python_source.decode(prompt).decode("utf-8", "replace")
+    for d in range(1, n + 1):
+        share = depths.count(d) / max(1, len(depths))
+        colors += f".d{d} {{ background: rgb(255 140 0 / {0.6 * (d - 1) / max(1, n - 1):.2f}) }}\n"
+        rows += (f'<tr><td class="d{d}">depth {d}</td><td>{share:.1%}</td><td>{depths.count(d)} tokens</td>'
+                 f'<td><hr style="width: {20 * share:.1f}rem"></td></tr>\n')
+    for sample in samples:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        texts += f"<pre><i>{html.escape(''.join(map(visible, before)))}</i>"
+        for token, depth, logits in sample:
+            text = "".join(map(visible, decoder.decode(python_source.decode([token]))))
+            about = html.escape(f"{text!r} | depth {depth} of {n}{router_says(config, logits)}")
+            text = html.escape(text).replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n")
+            texts += f'<span class="d{depth}" data-t="{about}">{text}</span>'
+        texts += "</pre>\n"
+    return PAGE.format(colors=colors, rows=rows, summary=html.escape(summary), texts=texts)
+
+
 def main(argv):
     config = SampleConfig(**parse(argv, __doc__, SampleConfig))
     checkpoint, device = load_checkpoint(config.out_dir), pick_device(config.device)
     model = checkpoint["model"].to(device).eval()
+    if device.type == "cuda" and checkpoint["train_config"]["dtype"] == "bfloat16":
+        for name, part in model.named_children():   # the router decides in float32
+            part.to(torch.float32 if name == "router" else torch.bfloat16)
     prompt = [python_source.EOF] + python_source.encode(config.prompt)
-    model.check(1, config.max_depth or model.config.n_rec, config.threshold)
-    bfloat16 = device.type == "cuda" and checkpoint["train_config"]["dtype"] == "bfloat16"
-    printer, depths = Printer(config.color), []
+    engine = Engine(model, min(config.slots, config.num_samples), temperature=config.temperature,
+                    top_k=config.top_k, max_depth=config.max_depth or None, threshold=config.threshold,
+                    stop=python_source.EOF, vocab_size=python_source.VOCAB_SIZE)
+    samples, events = [[] for _ in range(config.num_samples)], write(engine, prompt, config)
     for i in range(config.num_samples):
         if config.num_samples > 1:
             print(f"--- {i + 1} of {config.num_samples}")
+        printer = Printer(config.color)
         printer(python_source.decode(prompt))
-        for token, depth in write(model, prompt, config, config.seed + i, device, bfloat16):
-            depths.append(depth)
-            if token == python_source.EOF:
-                break
+        for token, depth, _ in follow(i, samples, events, config):
             printer(python_source.decode([token]), depth)
         printer(b"", final=True)
         printer.end_line()
-    n, n_rec = max(1, len(depths)), model.config.n_rec
+    depths = [depth for sample in samples for _, depth, _ in sample]
+    n, n_rec, c = max(1, len(depths)), model.config.n_rec, engine.counts
     legend = " ".join(printer.paint(f" {d}: {depths.count(d) / n:.0%} ", d) for d in range(1, n_rec + 1))
     print(f"depth {legend}  mean {sum(depths) / n:.2f} of {n_rec} over {len(depths)} tokens")
+    summary = (f"{c['block_calls']} calls of the shared block, {c['exit_calls']} of the head, at most "
+               f"{c['kv_entries']} KV entries, {len(depths) / max(c['seconds'], 1e-9):.0f} tokens/s")
+    print(summary)
+    if config.html:
+        with open(config.html, "w", encoding="utf-8") as f:
+            f.write(page(model.config, prompt, samples, summary))
+        print(f"wrote {config.html}")
 
 
 if __name__ == "__main__":
