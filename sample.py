@@ -121,8 +121,8 @@ pre span:hover::after {{ content: attr(data-t); position: fixed; inset: auto 0 0
 td {{ padding: .1rem .6rem }} hr {{ height: 1rem; margin: 0; border: 0; background: GrayText }}
 i, small {{ color: GrayText; font-style: normal }}
 {colors}</style>
-<h1>Mixture-of-Recursions</h1><p>The colour of a token is its depth: how many recursions of the shared block went
-into choosing it. Point at one to see what the router said. The prompt is grey.</p>
+<h1>Mixture-of-Recursions</h1><p>The colour of a token is its depth: how many recursions of the shared block
+went into choosing it. Point at one to see what the router said. The prompt is grey.</p>
 <table>{rows}</table><p><small>{summary}</small></p>{texts}</html>
 """
 
@@ -164,6 +164,8 @@ def main(argv):
     if device.type == "cuda" and checkpoint["train_config"]["dtype"] == "bfloat16":
         for name, part in model.named_children():   # the router decides in float32
             part.to(torch.float32 if name == "router" else torch.bfloat16)
+    if config.html:
+        open(config.html, "a").close()   # a name that cannot be written is refused before the work
     prompt = [python_source.EOF] + python_source.encode(config.prompt)
     engine = Engine(model, min(config.slots, config.num_samples), temperature=config.temperature,
                     top_k=config.top_k, max_depth=config.max_depth or None, threshold=config.threshold,

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,8 @@ import sample
 import train
 from data import python_source
 from data.shards import Reader, read_tokens, val_batches, write_tokens
-from mor import MoR, MoRConfig, PRESETS, Score, flops_per_token, kv_bytes_per_token, n_params, pick
+from mor import (Engine, MoR, MoRConfig, PRESETS, Score, flops_per_token, generate, kv_bytes_per_token,
+                 n_params, pick)
 
 torch.set_num_threads(1)   # tiny tensors: a second thread only waits
 ROOT = Path(__file__).resolve().parent
@@ -549,6 +551,230 @@ def test_compile():
 
 
 # ------------------------------------------------------------------------------------------------------------
+# Generation
+
+def test_pick():
+    """Sampling follows the probabilities, never leaves the top k, and any number in [0, 1) gives a token."""
+    logits = torch.tensor([[0.0, math.log(2), -math.inf, math.log(5)]])
+    u = (torch.arange(8000) + 0.5) / 8000
+    draws = lambda **options: pick(logits.expand(8000, -1), u, **options).bincount(minlength=4).tolist()
+    assert draws() == [1000, 2000, 0, 5000] and draws(top_k=4) == draws(top_k=99) == draws(top_k=0)
+    assert draws(temperature=0) == draws(top_k=1) == draws(temperature=1e-38) == [0, 0, 0, 8000]
+    assert draws(top_k=2)[0] == 0
+    assert draws(temperature=0.5) == pytest.approx([8000 / 30, 8000 * 4 / 30, 0, 8000 * 25 / 30], abs=1)
+    edge = torch.tensor([0.0, 1 - 2**-24, 1 - 1e-16], dtype=torch.float64)
+    masked = torch.tensor([[-math.inf, 0.1, 0.3, -math.inf]]).expand(3, -1)
+    assert pick(masked, edge).tolist() == [1, 2, 2]
+
+
+DIALS = [dict(max_depth=1), dict(max_depth=2), dict(threshold=0.3), dict(threshold=0.7)]
+ROUTED = [dict(), dict(cache="shared"), dict(router="token"), dict(router="token", cache="shared"),
+          dict(sampling="aux_router"), dict(gate="tanh"), dict(router_arch="mlp", cache="shared")]
+
+
+def serve(engine, prompts, n, seed=0):
+    """The requests, served, with `heads`: what the head said for each new token."""
+    requests = [engine.submit(prompt, n, seed + i) for i, prompt in enumerate(prompts)]
+    said, heads = [], {id(request): [] for request in requests}
+    hook = engine.model.lm_head.register_forward_hook(lambda module, x, y: said.append(y))
+    while any(not request.reason for request in requests):
+        engine.step()
+        for (request, _, _), row in zip(engine.chosen[0] if said else [], said.pop() if said else []):
+            heads[id(request)].append(row)
+    hook.remove()
+    for request in requests:
+        request.heads = torch.stack(heads[id(request)])
+    return requests
+
+
+@pytest.mark.parametrize("mode, dials", [(m, {}) for m in MODES + VARIANTS] +
+                         [(m, d) for m in ROUTED for d in DIALS] + [(dict(router="none"), DIALS[1])],
+                         ids=lambda option: name(option))
+def test_cached(mode, dials):
+    """The engine gives what the uncached forward gives: logits, tokens, depths, router logits. Three prompts
+    share two slots, so that one is used twice, and are at different depths at the same time."""
+    model = build(**mode)
+    engine = Engine(model, slots=2, temperature=0, **dials)
+    for request in serve(engine, [ids(1, T, seed=T)[0].tolist() for T in (1, 5, 17)], 10):
+        row, new = torch.tensor([request.prompt + request.tokens]), slice(len(request.prompt) - 1, -1)
+        with torch.no_grad():
+            logits, _, routing = model(row, causal=True, **dials)
+        torch.testing.assert_close(request.heads, logits[0, new], rtol=0, atol=1e-10)
+        assert request.tokens == logits[0, new].argmax(dim=1).tolist()
+        assert request.depths == routing.depth[0, new].tolist()
+        torch.testing.assert_close(torch.tensor(request.logits).double(), routing.logits[0, new], rtol=0,
+                                   atol=1e-5, equal_nan=True)
+        entries = routing.depth[0, :-1].sum().item() if engine.log.tagged else row.shape[1] - 1
+        c = model.config
+        assert request.kv_entries == c.n_unshared * (row.shape[1] - 1) + c.n_shared * entries
+
+
+@pytest.mark.parametrize("mode, temperature", [(mode, 0.9) for mode in ROUTED[:4] + [dict(n_rec=1)]] +
+                         [(ROUTED[0], 0)])
+def test_independent(mode, temperature):
+    """A text is the same alone or in company, whatever the slots, the patience and the length of the log, in
+    a slot that others have used, and in memory full of NaN."""
+    model = build(**mode, block_size=64)
+    prompts = [ids(1, T, seed=T)[0].tolist() for T in (3, 1, 9, 2, 12, 1, 4)]
+    alone = [serve(Engine(model, 1, max_len=32, temperature=temperature), [prompt], 10, seed=i)[0]
+             for i, prompt in enumerate(prompts)]
+    assert len({tuple(r.tokens) for r in alone}) > 4
+    for options in (dict(slots=1), dict(slots=2, patience=0), dict(slots=8, patience=1),
+                    dict(slots=3, max_len=24, entries=70)):
+        engine = Engine(model, **{"max_len": 64, **options}, temperature=temperature)
+        for repeat in range(2):
+            for row in sum(engine.log.kv.values(), []):
+                row.fill_(math.nan)
+            engine.log.tag.fill_(0)
+            for one, other in zip(alone, serve(engine, prompts, 10)):
+                assert (one.tokens, one.depths) == (other.tokens, other.depths)
+                torch.testing.assert_close(one.heads, other.heads, rtol=0, atol=1e-10)
+
+
+def test_log_end():
+    """A full log ends a text with "length", at the last token that is sure to fit; a prompt too long for it
+    is refused; block_size is the limit otherwise, and nothing before it is lost."""
+    model = build()
+    prompt = ids(1, 6)[0].tolist()
+    full = generate(model, [prompt], 100, seed=3)[0]
+    assert full.reason == "length" and len(full.tokens) == 32 - 6 + 1
+    for options in (dict(max_len=12), dict(entries=25), dict(entries=18)):
+        engine = Engine(model, 2, **options)
+        request, _ = serve(engine, [prompt, prompt[:1]], 100, seed=3)
+        n = len(request.tokens)
+        assert request.reason == "length" and request.tokens == full.tokens[:n]
+        if "entries" in options:
+            _, _, routing = model(torch.tensor([prompt + request.tokens]))
+            before = routing.depth[0].cumsum(dim=0)[len(prompt) - 2 + n].item()   # with that of the last fed
+            assert options["entries"] - 3 < before <= options["entries"]
+        else:
+            assert n == 12 - 6 + 1
+    for engine, T in ((Engine(model, 1, entries=17), 7), (Engine(model, 1, max_len=5), 6), (engine, 0)):
+        with pytest.raises(ValueError, match=f"a prompt of {T} tokens does not fit"):
+            engine.submit(ids(1, T)[0].tolist(), 1)
+
+
+@pytest.mark.parametrize("cache", ["recursion", "shared"])
+@pytest.mark.parametrize("router", ["expert", "token"])
+def test_decode_rows(router, cache, monkeypatch):
+    """A token of depth d passes the block d times, in the prompt as well; keys and values are made once per
+    entry; the log holds what the closed form says; a stop token costs one pass more, for it is read late."""
+    model, rows, keys = build(router=router, cache=cache), [], []
+    model.shared[0].register_forward_hook(lambda module, args, y: rows.append(len(y)))
+    model.shared[0].attn.kv_proj.register_forward_hook(lambda module, args, y: keys.append(len(y)))
+    prompts = [ids(1, T, seed=T)[0].tolist() for T in (1, 5, 17)]
+    engine = Engine(model, slots=3, temperature=0)
+    requests = serve(engine, prompts, 9)
+    fed = [model(torch.tensor([r.prompt + r.tokens[:-1]]))[2].depth for r in requests if not rows.clear()]
+    depths, tokens = sum(d.sum().item() for d in fed), sum(d.shape[1] for d in fed)
+    rows.clear(), keys.clear()
+    engine = Engine(model, slots=3, temperature=0)
+    requests = serve(engine, prompts, 9)
+    assert sum(rows) == depths and sum(keys) == (depths if cache == "recursion" else tokens)
+    assert engine.counts["tokens"] == 27
+    assert engine.counts["recursions"] == sum(sum(r.depths) for r in requests)
+    assert engine.counts["block_rows"] == engine.counts["recursions"]
+    held = (engine.log.tag >= 0).sum().item() if cache == "recursion" else 0
+    written = (engine.log.kv[0][0] != 0).any(dim=3).any(dim=1).sum().item()
+    assert written == sum(keys) and held in (0, depths)
+    assert sum(r.kv_entries for r in requests) == 2 * tokens + 2 * written
+
+    stop = requests[1].tokens[3]
+    first = requests[1].tokens.index(stop)
+    rows.clear()
+    engine = Engine(model, slots=1, temperature=0, stop=stop)
+    request, after = serve(engine, prompts[1:], 9)
+    assert request.reason == "stop" and request.tokens == requests[1].tokens[:first + 1]
+    assert after.tokens == requests[2].tokens[:len(after.tokens)]
+    stops = (request.reason == "stop") + (after.reason == "stop" and len(after.tokens) < 9)
+    assert engine.counts["block_rows"] == engine.counts["recursions"] + stops
+
+
+@pytest.mark.parametrize("router", ["expert", "token"])
+@pytest.mark.parametrize("cache", ["recursion", "shared"])
+def test_forced_depths(router, cache):
+    """Router weights that let all out at depth d: d passes for each token, and memory as deep."""
+    for depth in (1, 2, 3):
+        model = force(build(router=router, cache=cache), depth)
+        engine = Engine(model, slots=4, patience=0)
+        requests = serve(engine, [[1]] * 8, 10)
+        assert all(r.depths == [depth] * 10 for r in requests)
+        assert engine.counts["block_calls"] == 2 * 10 * depth and engine.counts["exit_calls"] == 20
+        entries = depth if cache == "recursion" else 1
+        assert engine.counts["kv_entries"] == 4 * 10 * (2 + 2 * entries)
+
+
+def test_no_copies(monkeypatch):
+    """A step makes nothing as large as keys are, and reads from the device once: who exits, and with it the
+    tokens chosen before and their router logits."""
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            y = function(*args, **(kwargs or {}))
+            assert "local_scalar" not in str(function) and "nonzero" not in str(function)
+            if torch.is_tensor(y) and y.untyped_storage().data_ptr() not in old:
+                sizes.append(y.untyped_storage().nbytes())
+            return y
+    model, sizes, reads, tolist = build(block_size=2048), [], [], torch.Tensor.tolist
+    engine = Engine(model, slots=4)
+    rows = sum(engine.log.kv.values(), [])
+    kept = [*rows, *model.parameters(), engine.log.tag, *engine.table]
+    old = {x.untyped_storage().data_ptr() for x in kept}
+    for i in range(4):
+        engine.submit([i], 40)
+    engine.step()
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: reads.append(x) or tolist(x))
+    with Watch():
+        for _ in range(60):
+            engine.step()
+    assert max(sizes) < min(x.nbytes for x in rows) / 10 and len(sizes) > 1000 and len(reads) <= 3 * 60
+
+
+def test_generate_edges():
+    """What people ask for: nothing, one token, more texts than slots, every id, likeliest, impossible."""
+    model = build()
+    ask = lambda prompts=([5], [7]), n=6, **options: [
+        r.tokens for r in generate(model, prompts, n, **{"seed": 1, **options})]
+    assert ask(n=0) == [[], []] and generate(model, [], 5) == []
+    assert generate(model, [[5]], 0)[0].reason == "max_new_tokens"
+    assert ask(n=1) == [row[:1] for row in ask()] != ask(n=1, seed=9)
+    assert ask(temperature=0) == ask(top_k=1) == ask(top_k=1, seed=7)
+    assert ask(top_k=96) == ask(top_k=1000) == ask() == ask(slots=1) == ask(slots=7)
+    assert ask([[5]] * 9, slots=2)[3] == ask([[5]], seed=4)[0]
+    assert max(sum(ask(n=20, vocab_size=9, temperature=5.0), [])) < 9
+    torch.manual_seed(0)
+    a, b = ask(seed=None), ask(seed=None)
+    torch.manual_seed(0)
+    assert a == ask(seed=None) != b
+    for options, words in [(dict(temperature=-1), "temperature=-1"), (dict(top_k=-1), "top_k=-1"),
+                           (dict(n=-1), "max_new_tokens=-1"), (dict(slots=-1), "slots=-1"),
+                           (dict(max_depth=4), "max_depth=4"), (dict(max_depth=0), "max_depth=0"),
+                           (dict(threshold=0), "threshold=0"), (dict(prompts=[[96]]), "0 to 95"),
+                           (dict(prompts=[[]]), "0 tokens"), (dict(prompts=[[1] * 33]), "33 tokens")]:
+        with pytest.raises(ValueError, match=words):
+            ask(**options)
+
+
+@pytest.mark.parametrize("mode", [*ROUTED[:2], ROUTED[3], dict(router="none", sharing="sequence")], ids=name)
+def test_compiled_steps(mode, monkeypatch):
+    """Compiled, a whole generation needs one graph for the block and one for the head, and gives the same."""
+    graphs, prompts = [], [ids(1, T, seed=T)[0].tolist() for T in (1, 4, 9, 2, 7)]
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend, fullgraph=True))
+    model = build(**mode)
+    texts = []
+    for compile in (False, True):
+        engine = Engine(model, 3, compile=compile)
+        requests = [engine.submit(prompt, 8, seed) for seed, prompt in enumerate(prompts)]
+        assert sum(len(engine.step()) for _ in range(99)) == 40
+        texts.append([(r.tokens, r.depths) for r in requests])
+    assert texts[0] == texts[1] and len(graphs) == 2
+
+
+# ------------------------------------------------------------------------------------------------------------
 # train.py: options, schedule, checkpoints
 
 SMALL = ["--block_size=32", "--n_layer=5", "--n_embd=32", "--n_head=2", "--n_kv_head=1", "--n_ff=48",
@@ -858,20 +1084,6 @@ def test_python_source(tmp_path):
 # ------------------------------------------------------------------------------------------------------------
 # sample.py
 
-def test_pick():
-    """Sampling follows the probabilities, never leaves the top k, and any number in [0, 1) gives a token."""
-    logits = torch.tensor([[0.0, math.log(2), -math.inf, math.log(5)]])
-    u = (torch.arange(8000) + 0.5) / 8000
-    draws = lambda **options: pick(logits.expand(8000, -1), u, **options).bincount(minlength=4).tolist()
-    assert draws() == [1000, 2000, 0, 5000] and draws(top_k=4) == draws(top_k=99) == draws(top_k=0)
-    assert draws(temperature=0) == draws(top_k=1) == draws(temperature=1e-38) == [0, 0, 0, 8000]
-    assert draws(top_k=2)[0] == 0
-    assert draws(temperature=0.5) == pytest.approx([8000 / 30, 8000 * 4 / 30, 0, 8000 * 25 / 30], abs=1)
-    edge = torch.tensor([0.0, 1 - 2**-24, 1 - 1e-16], dtype=torch.float64)
-    masked = torch.tensor([[-math.inf, 0.1, 0.3, -math.inf]]).expand(3, -1)
-    assert pick(masked, edge).tolist() == [1, 2, 2]
-
-
 def test_sample(go, capsys, monkeypatch):
     """Text, depths and a legend; repeatable by seed; prompts of any bytes; bad input in one line."""
     assert "python train.py --n_rec=3" in refusal(sample.main, [], capsys)
@@ -880,7 +1092,9 @@ def test_sample(go, capsys, monkeypatch):
 
     def run(*options):
         sample.main(["--device=cpu", "--max_new_tokens=20", *options])
-        return capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert "calls of the shared block" in out.splitlines()[-1 - ("--html" in str(options))]
+        return out.replace(out.splitlines()[-1], "")   # speed varies
     text = run()
     assert "depth  1:" in text and " mean " in text and " of 3 over " in text
     assert text == run() != run("--seed=1")
@@ -892,7 +1106,17 @@ def test_sample(go, capsys, monkeypatch):
     for prompt in ("def f(", "é\N{SNOWMAN}", "\udcff\udc80", "\0\x1b[2J", "longer than a row " * 9):
         out = run(f"--prompt={prompt}")
         assert "\x1b" not in out and out
+    many = run("--num_samples=5", "--slots=2", "--max_new_tokens=70", "--html=page.html")
+    n = int(many.split(" over ")[1].split()[0])
+    assert many.count("--- ") == 5 and 70 < n <= 350
+    page = Path("page.html").read_text(encoding="utf-8")
+    assert page.count('<span class="d') == n and page.count("<pre>") == 5
+    assert "depth 1 of 3 | router, recursion 1: " in page
+    run("--prompt=<script>", "--html=page.html")
+    page = Path("page.html").read_text(encoding="utf-8")
+    assert "http" not in page and "<script" not in page and "&lt;script&gt;" in page
     for option, words in [("--temperature=-1", "temperature=-1"), ("--top_k=-1", "top_k=-1"),
+                          ("--slots=0", "slots=0"), ("--html=no/such/page.html", "no/such"),
                           ("--max_new_tokens=-1", "max_new_tokens=-1"), ("--max_depth=4", "max_depth=4"),
                           ("--num_samples=0", "num_samples=0"), ("--threshold=2", "threshold=2"),
                           ("--out_dir=no", "no")]:
