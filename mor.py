@@ -31,6 +31,7 @@ from typing import Literal, get_args, get_origin
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # ------------------------------------------------------------------------------------------------------------
 # 1. Configuration
@@ -218,12 +219,12 @@ class Rows:
     def __init__(self, B, T, table, store, written, flat, S=None):
         self.B, self.T, self.table, self.store, self.written = B, T, table, store, written
         self.flat, self.S = flat, S
-        self.slot, self.rope = None, [t[flat % T].unsqueeze(1) for t in table]             # (N, 1, D) each
+        self.cell, self.rope = None, [t[flat % T].unsqueeze(1) for t in table]             # (N, 1, D) each
         if S is None:   # a row's tokens first, then padding, where no real query sees it
             row, count = flat // T, torch.bincount(flat // T, minlength=B)                 # (N,), (B,)
             rank = torch.arange(len(flat), device=flat.device) - (count.cumsum(0) - count)[row]
             self.S = int(count.max())
-            self.slot = row * self.S + rank                                                # (N,)
+            self.cell = row * self.S + rank                                                # (N,)
 
     def take(self, chosen, S=None):
         """The rows of some of these tokens; chosen (N',) holds ascending indices into them, S is as above."""
@@ -235,29 +236,29 @@ class Rows:
 
     def attend(self, layer, q, k, v):
         """Attention of q (N, H, D) to k, v (N, G, D), or None for those in store; returns (N, H, D)."""
-        slot, S, mask = self.slot, self.S, None
+        cell, S, mask = self.cell, self.S, None
         if k is not None:
             if self.written is not None:
                 self.written.append((layer, self.flat, k, v))
-            k, v = self.spread(k, slot, S), self.spread(v, slot, S)                        # (B, G, S, D) each
+            k, v = self.spread(k, cell, S), self.spread(v, cell, S)                        # (B, G, S, D) each
             if self.store is not None:
                 self.store[layer] = k, v
         else:
             k, v = self.store[layer]                                                       # (B, G, T, D) each
-            if q.is_cuda:   # back on the grid of all T positions: the fast kernels take no mask
-                slot, S = self.flat, self.T
+            if q.is_cuda:   # back on the grid of all T positions: flash attention takes no mask
+                cell, S = self.flat, self.T
             else:           # on a CPU a mask costs half of that
-                position = self.spread((self.flat % self.T).view(-1, 1, 1), slot, S)       # (B, 1, S, 1)
+                position = self.spread((self.flat % self.T).view(-1, 1, 1), cell, S)       # (B, 1, S, 1)
                 mask = position >= torch.arange(self.T, device=q.device)                   # (B, 1, S, T)
-        q = self.spread(q, slot, S)                                                        # (B, H, S, D)
+        q = self.spread(q, cell, S)                                                        # (B, H, S, D)
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
         y = y.transpose(1, 2).flatten(0, 1)                                                # (B*S, H, D)
-        return y if slot is None else y.index_select(0, slot)
+        return y if cell is None else y.index_select(0, cell)
 
-    def spread(self, x, slot, S):
+    def spread(self, x, cell, S):
         """Tokens (N, H, D) to the rows that attention works on, (B, H, S, D)."""
-        if slot is not None:
-            x = x.new_zeros(self.B * S, *x.shape[1:]).index_copy(0, slot, x)
+        if cell is not None:
+            x = x.new_zeros(self.B * S, *x.shape[1:]).index_copy(0, cell, x)
         return x.view(self.B, S, *x.shape[1:]).transpose(1, 2)
 
 
@@ -381,7 +382,7 @@ class ExpertRouter(nn.Module):
         if routing.causal:
             # DIFFERS: the released code evaluates with the top-k. (0.5 is z = 0, also under the tanh gate.)
             keep = guess.detach() > math.log(routing.threshold / (1 - routing.threshold))
-            return (everyone, rows.S) if r == 0 else (keep.nonzero().squeeze(1), None)
+            return everyone if r == 0 else keep.nonzero().squeeze(1), None
         chosen = everyone
         if k < rows.S:   # the best, back in position order, so that attention stays causal
             best = z.detach().view(rows.B, rows.S).topk(k, sorted=False).indices           # (B, k)
@@ -400,16 +401,16 @@ class ExpertRouter(nn.Module):
         """Generation: logits (N, n_rec) of new tokens h (N, C) at positions (N,), NaN where not asked yet."""
         return F.pad(self.ask(h, position, 0)[0].unsqueeze(1), (0, self.n_rec - 1), value=math.nan)
 
-    def step(self, h, x, h1, z, depth, position, max_depth, threshold):
-        """Generation: recursion `depth` (N,) has made x of h, (N, C) each. Returns what goes into the next,
-        z with its router's answers, and who leaves instead. h1: what went into the first."""
-        h = h + self.weigh(z.gather(1, depth.unsqueeze(1))).to(h.dtype) * x
-        z, leaves = z.clone(), torch.ones_like(depth, dtype=torch.bool)
-        for r in range(1, max_depth):
-            answer, guess = self.ask(h, position, r)
-            here = depth + 1 == r
-            z[:, r] = torch.where(here, answer, z[:, r])
-            leaves &= ~(here & (guess > math.log(threshold / (1 - threshold))))
+    def step(self, h, x, h0, z, r, position, max_depth, threshold):
+        """Generation: recursion r (N,) has made x of h, (N, C) each. Returns what goes on from there, z (N,
+        n_rec) with its next answer, and who leaves, (N,). Any token is asked at all r: no shape may depend on
+        who is where."""
+        h = h + self.weigh(z.gather(1, r.unsqueeze(1))).to(h.dtype) * x
+        leaves = torch.ones_like(r, dtype=torch.bool)
+        for s in range(1, max_depth):
+            answer, guess = self.ask(h, position, s)
+            z[:, s] = torch.where(r + 1 == s, answer, z[:, s])
+            leaves &= (r + 1 != s) | (guess <= math.log(threshold / (1 - threshold)))
         return h, z, leaves
 
 
@@ -433,7 +434,7 @@ class TokenRouter(nn.Module):
 
     def forward(self, h, rows, recursion, routing):
         z = self.score(h)                                                                  # (N, n_rec)
-        p, choice = self.weigh(z)
+        p, choice = self.decide(z)
         depth = (choice.squeeze(1) + 1).clamp(max=routing.max_depth)                       # (N,)
         routing.logits[rows.flat], routing.depth[rows.flat] = z.detach(), depth
 
@@ -454,7 +455,7 @@ class TokenRouter(nn.Module):
             return self.deepen(recursion(x, rows, r), rows, recursion, depth[chosen], r + 1)
         return among(chosen, None, x, rows, deeper)
 
-    def weigh(self, z):
+    def decide(self, z):
         """Gates (N, n_rec) of all depths, and the depth chosen (N, 1), counted from 0."""
         p = self.alpha * (z.softmax(dim=1) if self.softmax else z.sigmoid())
         return p, (p.detach() + self.bias).argmax(dim=1, keepdim=True)
@@ -463,12 +464,12 @@ class TokenRouter(nn.Module):
         """Generation: logits (N, n_rec) of new tokens h (N, C)."""
         return self.score(h)
 
-    def step(self, h, x, h1, z, depth, position, max_depth, threshold):
-        """Generation: recursion `depth` (N,) has made x of h, (N, C) each. Returns what goes into the next,
-        z, and who leaves instead. h1: what went into the first."""
-        p, choice = self.weigh(z)
-        leaves = depth >= choice.squeeze(1).clamp(max=max_depth - 1)
-        return torch.where(leaves.unsqueeze(1), h1 + p.gather(1, choice).to(x.dtype) * x, x), z, leaves
+    def step(self, h, x, h0, z, r, position, max_depth, threshold):
+        """Generation: recursion r (N,) has made x of h, (N, C) each, and the first, of h0. Returns what goes
+        on from there, z (N, n_rec), and who leaves, (N,)."""
+        p, choice = self.decide(z)
+        leaves = r >= choice.squeeze(1).clamp(max=max_depth - 1)
+        return torch.where(leaves.unsqueeze(1), h0 + p.gather(1, choice).to(x.dtype) * x, x), z, leaves
 
     @torch.no_grad()
     def update_bias(self, load):
@@ -506,7 +507,7 @@ class MoR(nn.Module):
         """
         (B, T), causal = idx.shape, not self.training if causal is None else causal
         flat = torch.arange(B * T, device=idx.device)
-        x, routing = self.states(idx, flat, T, causal, max_depth, threshold, k)
+        x, routing = self.states(idx, flat, causal, max_depth, threshold, k)
         logits, loss = self.lm_head(self.norm(x)), None                                    # (B*T, V)
         if targets is not None:
             lm = F.cross_entropy(at_least_float32(logits), targets.flatten(), ignore_index=-1)
@@ -514,9 +515,9 @@ class MoR(nn.Module):
             routing.add(lm=lm)
         return logits.view(B, T, -1), loss, routing.finish(B, T)
 
-    def states(self, idx, flat, S, causal, max_depth, threshold, k=None, written=None):
-        """The tokens `flat` (N,) of idx (B, T) after the last layer, (N, C), and their Routing; see `forward`
-        and, for flat, S and written, `Rows`."""
+    def states(self, idx, flat, causal, max_depth, threshold, k=None, written=None):
+        """Tokens of idx (B, T) after the last layer, (N, C), and their Routing. flat (N,): which ones; from
+        each row some number of the first, from one row all. written: see Rows. The rest: see forward."""
         c, (B, T) = self.config, idx.shape
         max_depth = c.n_rec if max_depth is None else max_depth
         self.check(T, max_depth, threshold)
@@ -525,7 +526,7 @@ class MoR(nn.Module):
                           depth=torch.full((B * T,), 1 if c.routed else max_depth, device=idx.device),
                           logits=torch.full((B * T, c.n_rec), torch.nan, **like))
         rows = Rows(B, T, rope_table(T, c.head_dim, **like), {} if c.cache == "shared" else None, written,
-                    flat, S)
+                    flat, T if len(flat) == B * T else None)
 
         x = self.wte(idx.flatten()[flat])                                                  # (N, C)
         for block in self.first:
@@ -562,130 +563,119 @@ class MoR(nn.Module):
 # ------------------------------------------------------------------------------------------------------------
 # 6. Generation
 #
-# A slot holds a text that is being written, and of it one token that is on its way. One pass of the shared
-# block serves the tokens of all slots, each at its own depth. Those that their router then lets go wait for
-# the last layer and the head; there each becomes the next token of its text, and starts again at depth 1.
-# A text that ends hands its slot to the next in the queue.
+# A slot holds a text that is being written, and of it one token on its way. One pass of the shared block
+# serves the tokens of all slots, each at its own depth, but for those that their router has let go: they wait
+# for the last layer and the head. There each yields the next token of its text, which starts at the first
+# layer. A text that ends hands its slot to the next in the queue.
 
-def pick(logits, u, temperature=1.0, top_k=0):
+def pick(logits, u, temperature=1.0, top_k=None):
     """Draw ids (N,) from logits (N, V) with uniform numbers u (N,) in [0, 1), one for each token.
 
     Numbers from a stream of its own make a sampled text independent of its neighbours. temperature 0 takes
-    the likeliest token; top_k > 0 draws from the k likeliest only.
+    the likeliest token; top_k, unless None or 0, draws from the k likeliest only.
     """
     if temperature == 0:
         return logits.argmax(dim=1)
     logits = at_least_float32(logits)
-    if 0 < top_k < logits.shape[1]:
+    if top_k and top_k < logits.shape[1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
-    logits = (logits - logits.amax(dim=1, keepdim=True)) / temperature   # at most 0: no temperature overflows
-    total = logits.softmax(dim=1).cumsum(dim=1)                                            # (N, V)
-    last = total[:, -1:]   # about 1; u * last has to stay below, or a token of probability 0 could be drawn
+    logits = logits - logits.amax(dim=1, keepdim=True)   # at most 0: no temperature overflows
+    total = logits.div_(temperature).exp_().cumsum(dim=1)                                  # (N, V)
+    last = total[:, -1:]   # u * last has to stay below, or a token of probability 0 could be drawn
     u = torch.minimum(u.to(last.dtype).unsqueeze(1) * last, torch.nextafter(last, torch.zeros_like(last)))
     return torch.searchsorted(total, u, right=True).squeeze(1)
 
 class Log:
-    """Keys and values of the texts in flight. A layer has a row for each slot, and rows only grow:
+    """Keys and values of the texts in flight: in each layer a row for each slot, and rows only grow.
 
-        cache        a token adds, in the shared block     and a query at depth r sees
+        cache        a token adds, in the shared block     and a query at recursion r sees
         recursion    an entry at each recursion it takes   the entries with tag r
-        shared       an entry at depth 1                   all entries
+        shared       an entry at the first recursion       all entries
 
     In the first and the last layer each token has one entry. kv[layer]: k and v, (slots, G, length, D) each,
-    allocated once, written in place. tag (slots, entries): which recursion made an entry of the shared block.
+    allocated once and written in place. tagged: layers whose entries have a tag, the recursion 0..n_rec-1
+    that made them: tag (slots, entries). Entries with another tag are read and masked; what is saved are the
+    work and the room of those that are never made.
     """
     def __init__(self, config, slots, max_len, entries, like):
-        self.slots, self.tagged = slots, config.cache == "recursion" and config.n_rec > 1
-        lengths = dict.fromkeys(("first", "last")[:config.n_unshared], max_len)
-        lengths.update(dict.fromkeys(range(config.n_shared), entries if self.tagged else max_len))
-        G, D = config.n_kv_head, config.head_dim
-        self.kv = {layer: [torch.zeros(slots, G, length, D, **like) for _ in "kv"]
-                   for layer, length in lengths.items()}
+        self.slots, G, D, shared = slots, config.n_kv_head, config.head_dim, tuple(range(config.n_shared))
+        self.tagged = shared if config.cache == "recursion" and config.n_rec > 1 else ()
+        self.kv = {layer: [torch.zeros(slots, G, entries if layer in self.tagged else max_len, D, **like)
+                           for _ in "kv"] for layer in ("first", "last")[:config.n_unshared] + shared}
         self.tag = torch.full((slots, entries), -1, device=like["device"])
-
-    def has_tags(self, layer):
-        return self.tagged and layer not in ("first", "last")
 
     def write(self, layer, slot, entry, k, v):
         """Write k and v (n, G, D) of n tokens at their slot (n,) and entry (n,)."""
-        for row, x in zip(self.kv[layer], (k, v)):
-            row[slot, :, entry] = x
+        for buffer, x in zip(self.kv[layer], (k, v)):
+            buffer[slot, :, entry] = x
 
     def wipe(self, slots):
-        """Empty some slots; to zeros, for an old NaN would come through the mask: 0 times NaN is NaN."""
+        """Empty some slots. Zeros are for an old NaN, which no mask would hide: 0 times NaN is NaN."""
         self.tag[slots] = -1
-        for row in sum(self.kv.values(), []):
-            row[slots] = 0
+        for buffer in sum(self.kv.values(), []):
+            buffer[slots] = 0
 
     def fill(self, slots, depth, written):
         """Write one prompt for each of slots, as if token by token. depth (B, T); written: see Rows."""
-        T, turns = depth.shape[1], Counter()
+        T, turns = depth.shape[1], Counter()   # how often a layer has run
         before = (depth.cumsum(dim=1) - depth).flatten()   # entries in front of each token's own
         for layer, flat, k, v in written:
             slot, entry = slots[flat // T], flat % T
-            if self.has_tags(layer):
+            if layer in self.tagged:
                 entry = before[flat] + turns[layer]
                 self.tag[slot, entry] = turns[layer]
                 turns[layer] += 1
             self.write(layer, slot, entry, k, v)
 
 
-class Step:
+class Pass:
     """Where one token of each of n slots stands; to a layer, what Rows is.
 
-    slot, position, depth (recursions so far), entry (where the next one goes): (n,) each, in order of depth.
-    new: how many are at depth 0. lengths: entries in use, in rows without tags and with.
+    slot, position, done (recursions so far), entry (where the next one goes): (n,) each. new: so many, the
+    first, have done none. lengths: entries in use, in rows without tags and with. Compiled, shapes are fixed:
+    then `new` is n, and what others write where only new tokens should goes to the last slot, which is spare.
     """
-    def __init__(self, log, table, slot, position, depth, entry, new, lengths):
-        self.log, self.table, self.new, self.lengths = log, table, new, lengths
-        self.slot, self.position, self.depth, self.entry = slot, position, depth, entry
-        self.turns, self.views = Counter(), {}
+    def __init__(self, log, table, slot, position, done, entry, new, lengths):
+        self.log, self.new, self.lengths = log, new, lengths
+        self.slot, self.position, self.done, self.entry = slot, position, done, entry
+        self.new_slot = torch.where(done == 0, slot, log.slots - 1)
+        self.turns, self.views = Counter(), {}   # how often a layer has run: once, but for the sequence maps
         self.rope = [t.index_select(0, position).unsqueeze(1) for t in table]              # (n, 1, D) each
 
-    def take(self, n):
-        """The first n of these tokens, all of them at depth 0."""
-        plan = [x[:n] for x in (self.slot, self.position, self.depth, self.entry)]
-        return self if n == len(self.slot) else Step(self.log, self.table, *plan, n, self.lengths)
-
     def writers(self, layer):
-        """As in Rows. Only the sequence maps give a layer several turns in one pass."""
-        return len(self.slot) if self.log.has_tags(layer) else self.new if self.turns[layer] == 0 else 0
+        """As in Rows."""
+        return len(self.slot) if layer in self.log.tagged else self.new if self.turns[layer] == 0 else 0
 
     def attend(self, layer, q, k, v):
         """Attention of q (n, H, D) to the entries of their slots, once k and v of the writers are there."""
-        tagged, turn = self.log.has_tags(layer), self.turns[layer]
-        if (tagged, turn) not in self.views:   # the same for all layers of the block
-            self.views[tagged, turn] = self.view(tagged, turn)
-        (mask, slot, entry), self.turns[layer] = self.views[tagged, turn], turn + 1
+        kind = layer in self.log.tagged, self.turns[layer]
+        if kind not in self.views:   # the same for all layers of the block
+            self.views[kind] = self.view(*kind)
+        (mask, slot, entry), self.turns[layer] = self.views[kind], kind[1] + 1
         if k is not None:
             self.log.write(layer, slot[:len(k)], entry[:len(k)], k, v)
         # Keys and values are too many to be copied: the queries go to where they are. Heads that share a key
-        # become queries of one head, as in that form every fused kernel takes a mask.
-        k, v = (row[:, :, :mask.shape[-1]] for row in self.log.kv[layer])                  # (slots, G, S, D)
+        # become queries of one head: with enable_gqa, only cuDNN's kernel would take a mask.
+        k, v = (buffer[:, :, :mask.shape[-1]] for buffer in self.log.kv[layer])            # (slots, G, S, D)
         q = q.new_zeros(self.log.slots, *q.shape[1:]).index_copy(0, self.slot, q)          # (slots, H, D)
         y = F.scaled_dot_product_attention(q.unflatten(1, (k.shape[1], -1)), k, v, mask)
         return y.flatten(1, 2).index_select(0, self.slot)                                  # (n, H, D)
 
     def view(self, tagged, turn):
         """The mask (slots, 1, 1, S) to be added, and where each token writes: slot and entry, (n,) each."""
-        slot, entry = self.slot, self.position
         if tagged:
-            entry, depth = self.entry + turn, self.depth + turn
-            self.log.tag[slot, entry] = depth
-            seen = self.log.tag[slot, :self.lengths[1]] == depth.unsqueeze(1)              # (n, S)
+            slot, entry, tag = self.slot, self.entry + turn, self.done + turn
+            self.log.tag[slot, entry] = tag
+            seen = self.log.tag[slot, :self.lengths[1]] == tag.unsqueeze(1)                # (n, S)
         else:
+            slot, entry = self.new_slot, self.position
             seen = torch.arange(self.lengths[0], device=slot.device) <= entry.unsqueeze(1)
-            slot = self.into()
         mask = torch.full((self.log.slots, seen.shape[1]), -math.inf, device=slot.device)
-        mask[self.slot] = torch.where(seen, 0.0, -math.inf)
+        mask[self.slot] = torch.where(seen, 0.0, -math.inf)   # other slots get NaN, which nobody reads
         return mask[:, None, None].to(self.log.kv[0][0].dtype), slot, entry
 
-    def into(self):
-        """The slots; for deeper tokens, which only compiled steps have here, the last one, which is spare."""
-        return torch.where(self.depth == 0, self.slot, self.log.slots - 1)
 
-
-@dataclass
+@dataclass(eq=False)
 class Request:
     """A text to go on with, and what came of it."""
     prompt: list  # token ids
@@ -697,36 +687,36 @@ class Request:
     reason: str = ""  # why the text ended: max_new_tokens, stop, or length, when the log is full
     slot: int = -1
     position: int = 0  # of the token on its way
-    depth: int = 0  # recursions it has taken
+    done: int = 0  # recursions it has taken
     entry: int = 0  # where its next one goes: the recursions of all tokens so far
-    kv_entries: int = 0  # in the log, over all layers, for the tokens that have left
+    kv_entries: int = 0  # in the log, over all layers
 
 
 class Engine:
     """Continuous depth-wise batching (paper, section 3.3): a queue of requests, served by a number of slots.
 
-    max_len: tokens that a slot holds, by default block_size. entries: recursions that it holds, by default
-    enough for any depth. stop: the id that ends a text. vocab_size: ids from here on are never drawn.
-    patience: the head is called when this share of the texts in flight waits for it. compile: compiled steps
-    of fixed shapes. temperature, top_k: see pick. max_depth, threshold: see MoR.forward.
+    max_len: tokens that a slot holds, by default block_size. entries: recursions that it holds (only
+    cache=recursion), by default enough for all. stop: the id that ends a text. vocab_size: ids from here on
+    are never drawn. patience: the head is called when this share of the texts in flight waits for it.
+    compile: compiled calls of fixed shapes. temperature, top_k: see pick. max_depth, threshold: see forward.
 
-    A text depends neither on its neighbours nor, unless it fills them, on slots, max_len and entries.
-    counts: block_calls, exit_calls, block_rows (tokens in block calls), tokens (new ones), recursions (that
-    these took), kv_entries (the most at a time), seconds.
+    Up to rounding, a text depends neither on its neighbours nor on slots and patience, nor on max_len and
+    entries until it fills them. counts: block_calls, exit_calls, block_rows (tokens in block calls), tokens
+    (new ones), recursions (that these took), kv_entries (the most at a time), seconds.
     """
-    def __init__(self, model, slots=8, max_len=None, entries=None, temperature=1.0, top_k=0, max_depth=None,
-                 threshold=0.5, stop=None, vocab_size=None, patience=0.5, compile=False):
+    def __init__(self, model, slots=8, max_len=None, entries=None, temperature=1.0, top_k=None,
+                 max_depth=None, threshold=0.5, stop=None, vocab_size=None, patience=0.5, compile=False):
         c, w, n = model.config, model.wte.weight, slots + compile   # compiled: the last one is spare
         self.model, self.temperature, self.top_k, self.threshold = model, temperature, top_k, threshold
         self.stop, self.vocab_size, self.patience, self.compile = stop, vocab_size, patience, compile
         self.max_depth = c.n_rec if max_depth is None else max_depth
         self.max_len = c.block_size if max_len is None else max_len
-        self.entries = self.max_len * c.n_rec if entries is None else entries
+        self.entries = self.max_len * self.max_depth if entries is None else entries
         model.check(self.max_len, self.max_depth, threshold)
         if slots < 1 or self.entries < 1 or not 0 <= patience <= 1:
             raise ValueError(f"slots={slots} and entries={self.entries} must be at least 1, and patience="
                              f"{patience} between 0 and 1")
-        if not 0 <= temperature < math.inf or top_k < 0:
+        if not 0 <= temperature < math.inf or (top_k or 0) < 0:
             raise ValueError(f"temperature={temperature} and top_k={top_k} must not be negative")
         # Under the cycle maps the layers are the same at every depth. Else a pass is all recursions in a row.
         self.span = 1 if "cycle" in c.sharing else c.n_rec
@@ -734,17 +724,17 @@ class Engine:
         self.log = Log(c, n, self.max_len, self.entries, dict(device=w.device, dtype=w.dtype))
         self.table = rope_table(self.max_len, c.head_dim, **wide)
         self.token = torch.zeros(n, dtype=torch.long, device=w.device)
-        self.h, self.h1 = torch.zeros(2, n, c.n_embd, device=w.device, dtype=w.dtype)  # now, and at depth 0
+        self.h, self.h0 = torch.zeros(2, n, c.n_embd, device=w.device, dtype=w.dtype)  # now; after `first`
         self.z = torch.full((n, c.n_rec), math.nan, **wide)                            # router logits
-        self.block, self.leave = (torch.compile(f) if compile else f for f in (self._block, self._leave))
+        self.block, self.head = (torch.compile(f) if compile else f for f in (self._block, self._head))
         self.queue, self.free, self.counts = deque(), list(range(slots)), Counter()
         self.busy, self.waiting, self.chosen = [], [], None
 
     def submit(self, prompt, max_new_tokens, seed=None):
         """Queue a prompt, a list of ids, and return its Request. ValueError if it cannot fit."""
         if not prompt or not self.room(len(prompt) - 1, (len(prompt) - 1) * self.max_depth):
-            raise ValueError(f"a prompt of {len(prompt)} tokens does not fit: it must have 1 to "
-                             f"{self.max_len}, and {self.max_depth} entries for each in {self.entries}")
+            raise ValueError(f"a prompt of {len(prompt)} tokens does not fit: it must have 1 to max_len="
+                             f"{self.max_len}, or fewer where entries={self.entries} are few")
         V = self.model.config.vocab_size
         if max_new_tokens < 0 or min(prompt) < 0 or max(prompt) >= V:
             raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative, and the tokens of a "
@@ -763,23 +753,29 @@ class Engine:
 
     def run(self):
         """Serve until all is done. Yields a request whenever it gets a token."""
-        while self.queue or self.busy or self.waiting or self.chosen:
+        while self.queue or self.busy or self.chosen:
             yield from self.step()
 
     @torch.inference_mode()
+    @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     def step(self):
-        """One pass of the block, and what goes with it. Returns the requests that get a token."""
+        """One pass of the block, and what goes with it. Returns the requests that get a token. (Not with the
+        kernel of cuDNN, which is not to be trusted with masks: pytorch issues 191612, 193893, 196678.)"""
         clock, running = time.perf_counter(), self.admit()
-        leaves = self.block(*self.plan(running)).tolist() if running else []   # the one wait for the device
-        got = self.deliver()
-        self.busy = []
+        leaves = self.block(*self.plan(running)).tolist() if running else []   # here we wait for the device
+        got, self.busy, c = self.deliver(), [], self.model.config
         for request, leaving in zip(running, leaves):
             if not request.reason:   # else its newest token, as is known only now, was the stop token
-                request.depth, request.entry = request.depth + self.span, request.entry + self.span
+                request.done, request.entry = request.done + self.span, request.entry + self.span
+                fed = request.position + 1
+                request.kv_entries = (c.n_shared * (request.entry if self.log.tagged else fed)
+                                      + c.n_unshared * fed)
                 (self.waiting if leaving else self.busy).append(request)
+        held = sum(request.kv_entries for request in self.waiting + self.busy)
+        self.counts["kv_entries"] = max(self.counts["kv_entries"], held)
         if self.waiting and len(self.waiting) >= self.patience * (len(self.waiting) + len(self.busy)):
             self.exit()
-        self.counts.update(block_calls=bool(running), block_rows=len(running))
+        self.counts.update(block_calls=bool(running), block_rows=len(running))   # adds
         self.counts["seconds"] += time.perf_counter() - clock
         return got
 
@@ -794,49 +790,47 @@ class Engine:
             self.prefill(new)
             self.token[slots] = self.tensor([request.prompt[-1] for request in new])
             self.busy += new
-        return sorted(self.busy, key=lambda request: request.depth)
+        return sorted(self.busy, key=lambda request: request.done)
 
     def prefill(self, requests):
         """Prompts, in parallel, but for their last tokens, which go the way of every later one."""
         T = max(request.position for request in requests)
         if T > 0:
             idx = self.tensor([r.prompt[:-1] + [0] * (T - r.position) for r in requests])           # (B, T)
-            inside = torch.arange(T, device=idx.device) < self.tensor([[r.position] for r in requests])
-            flat, written = inside.flatten().nonzero().squeeze(1), []
-            _, routing = self.model.states(idx, flat, T if inside.all() else None, True, self.max_depth,
-                                           self.threshold, written=written)
+            flat = self.tensor([i * T + t for i, r in enumerate(requests) for t in range(r.position)])
+            written = []
+            _, routing = self.model.states(idx, flat, True, self.max_depth, self.threshold, written=written)
             depth = routing.depth.view_as(idx)
             self.log.fill(self.tensor([r.slot for r in requests]), depth, written)
-            for request, entry in zip(requests, (depth * inside).sum(dim=1).tolist()):
-                request.entry = entry
+            for request, row in zip(requests, depth.tolist()):
+                request.entry = sum(row[:request.position])
 
     def exit(self):
         """Those who wait choose their next tokens, and go on with them unless the text ends there."""
-        requests, self.waiting, ends, c = self.waiting, [], [], self.model.config
+        ends, self.waiting, requests = [], [], self.waiting
         for request in requests:
-            fed, tags = request.position + 1, self.log.tagged
+            fed = request.position + 1
             reason = ("max_new_tokens" if fed - len(request.prompt) + 1 == request.max_new_tokens else
                       "" if self.room(fed, request.entry) else "length")
-            request.kv_entries = c.n_unshared * fed + c.n_shared * (request.entry if tags else fed)
-            ends.append((request, request.depth, reason))
-            request.depth = 0
-        held = sum(request.kv_entries for request in requests + self.busy)
-        self.counts["kv_entries"] = max(self.counts["kv_entries"], held)
-        self.counts["exit_calls"] += 1
+            ends.append((request, request.done, reason))
+            request.done = 0
         plan = self.plan(requests)
         u = torch.cat([torch.rand(1, generator=request.stream) for request in requests])
-        u = F.pad(u, (0, len(plan[0]) - len(u))).to(self.h.device)
-        self.chosen = ends, *(x.clone() for x in self.leave(u, *plan))
+        u = F.pad(u, (0, len(plan[0]) - len(u))).to(self.h.device, non_blocking=True)
+        self.chosen = ends, *self.head(u, *plan)
         for request, _, reason in ends:
             request.position += 1
             if reason:
                 self.free.append(request.slot)
             else:
                 self.busy.append(request)
+        self.counts["exit_calls"] += 1
 
     def deliver(self):
-        """Hand out what the last `exit` chose. It is there by now, so that reading it waits for nothing."""
-        (ends, tokens, z), self.chosen = self.chosen or ([], torch.zeros(0), torch.zeros(0)), None
+        """Hand out what the last `exit` chose. The pass since then has been waited for, so it is there."""
+        if not self.chosen:
+            return []
+        (ends, tokens, z), self.chosen = self.chosen, None
         for (request, depth, reason), token, logits in zip(ends, tokens.tolist(), z.tolist()):
             request.tokens.append(token)
             request.depths.append(depth)
@@ -848,13 +842,13 @@ class Engine:
         return [request for request, _, _ in ends]
 
     def tensor(self, ints):
-        return torch.tensor(ints, device=self.h.device)
+        return torch.tensor(ints).to(self.h.device, non_blocking=True)   # else it would wait for the device
 
     def plan(self, requests):
-        """What Step wants to know of these requests. Compiled: always of n, padded with the spare slot."""
-        rows = [(r.slot, r.position, r.depth, r.entry) for r in requests]
-        new, lengths = sum(r.depth == 0 for r in requests), (max(r.position for r in requests) + 1,
-                                                             max(r.entry for r in requests) + self.span)
+        """What Pass wants to know of these requests. Compiled, padded to all slots with the spare one."""
+        rows = [(r.slot, r.position, r.done, r.entry) for r in requests]
+        new = sum(r.done == 0 for r in requests)
+        lengths = max(r.position for r in requests) + 1, max(r.entry for r in requests) + self.span
         if self.compile:
             rows += [(self.log.slots - 1, 0, 0, 0)] * (self.log.slots - 1 - len(rows))
             new, lengths = len(rows), (self.max_len, self.entries)
@@ -862,46 +856,48 @@ class Engine:
 
     def _block(self, *plan):
         """One pass of the shared block. Returns which of the tokens (n,) have left after it."""
-        model, step = self.model, Step(self.log, self.table, *plan)
-        if step.new:   # tokens at depth 0 come from the embedding and the first layer
-            first = step.take(step.new)
-            x, into = model.wte(self.token[first.slot]), first.into()
+        model, here, new = self.model, Pass(self.log, self.table, *plan), plan[4]
+        slot = here.slot
+        if new:   # new tokens come from the embedding and the first layer
+            first = here if new == len(slot) else Pass(self.log, self.table, *(x[:new] for x in plan[:4]),
+                                                       *plan[4:])
+            x = model.wte(self.token[first.slot])
             for block in model.first:
                 x = block(x, first, "first")
-            self.h[into] = x
+            self.h[first.new_slot] = x
             if model.router:
-                self.h1[into], self.z[into] = x, model.router.start(x, first.position)
-        slot, h = step.slot, self.h[step.slot]
-        x, leaves = h, step.depth + self.span >= self.max_depth
+                self.h0[first.new_slot] = x
+                self.z[first.new_slot] = model.router.start(x, first.position)
+        h = x = self.h[slot]
         for r in range(self.span):
-            x = model.recursion(x, step, r)
+            x = model.recursion(x, here, r)
+        leaves = here.done + self.span >= self.max_depth
         if model.router:
-            x, self.z[slot], done = model.router.step(h, x, self.h1[slot], self.z[slot], step.depth,
-                                                      step.position, self.max_depth, self.threshold)
-            leaves = leaves | done
+            x, self.z[slot], leaves = model.router.step(h, x, self.h0[slot], self.z[slot], here.done,
+                                                        here.position, self.max_depth, self.threshold)
         self.h[slot] = x
         return leaves
 
-    def _leave(self, u, *plan):
+    def _head(self, u, *plan):
         """Last layer and head: the next tokens (n,), drawn by u (n,), and what the router said on the way."""
-        step = Step(self.log, self.table, *plan)
-        x, z = self.h[step.slot], self.z[step.slot]
+        here = Pass(self.log, self.table, *plan)
+        x, z = self.h[here.slot], self.z[here.slot]
         for block in self.model.last:
-            x = block(x, step, "last")
+            x = block(x, here, "last")
         logits = self.model.lm_head(self.model.norm(x))[:, :self.vocab_size]               # (n, V)
-        self.token[step.slot] = token = pick(logits, u, self.temperature, self.top_k)
-        return token, z
+        self.token[here.slot] = tokens = pick(logits, u, self.temperature, self.top_k)
+        return tokens, z
 
 
 def generate(model, prompts, max_new_tokens, temperature=1.0, top_k=None, seed=None, max_depth=None,
-             threshold=0.5, slots=None, stop=None, vocab_size=None):
+             threshold=0.5, slots=None, **options):
     """Go on with each prompt, a list of token ids. Returns their Requests, with `tokens` and `depths`.
 
     seed: of the first; each further one adds 1. slots: how many run at a time, by default up to 32. A text
-    that fills block_size ends. The rest: see Engine. Raises ValueError.
+    that fills block_size ends. The rest, and options: see Engine. Raises ValueError.
     """
-    engine = Engine(model, slots or max(1, min(32, len(prompts))), temperature=temperature, top_k=top_k or 0,
-                    max_depth=max_depth, threshold=threshold, stop=stop, vocab_size=vocab_size)
+    engine = Engine(model, slots or max(1, min(32, len(prompts))), temperature=temperature, top_k=top_k,
+                    max_depth=max_depth, threshold=threshold, **options)
     requests = [engine.submit(prompt, max_new_tokens, None if seed is None else seed + i)
                 for i, prompt in enumerate(prompts)]
     for _ in engine.run():

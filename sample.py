@@ -46,17 +46,17 @@ class SampleConfig:
 
 def write(engine, prompt, config):
     """Yield (sample, token, depth, logits) as they come; see Request for depth and logits."""
-    block_size, origin = engine.max_len, {}
+    block_size, origin = engine.max_len, {}   # which sample, and which part of it, a request is for
 
     def submit(sample, part, context, left):
         if len(context) > block_size or part > 0:
             context = context[-max(1, block_size // 2):]
         request = engine.submit(context, left, config.seed + sample + part * 2**32)
-        origin[id(request)] = request, sample, part
+        origin[request] = sample, part
     for sample in range(config.num_samples):
         submit(sample, 0, prompt, config.max_new_tokens)
     for request in engine.run():
-        _, sample, part = origin[id(request)]
+        sample, part = origin[request]
         yield sample, request.tokens[-1], request.depths[-1], request.logits[-1]
         if request.reason == "length":
             submit(sample, part + 1, request.prompt + request.tokens,
@@ -128,7 +128,7 @@ went into choosing it. Point at one to see what the router said. The prompt is g
 
 
 def router_says(config, logits):
-    """Score and probability, for each recursion or depth that the router was asked about."""
+    """Score and probability, as the gate has them, for each recursion or depth that the router was asked."""
     z, name = torch.tensor(logits), "depth" if config.router == "token" else "recursion"
     p = z.softmax(0) if config.router == "token" and config.gate != "sigmoid" else z.sigmoid()
     return "".join(f" | router, {name} {r}: {score:+.2f}, {chance:.0%}"
