@@ -356,7 +356,7 @@ class ExpertRouter(nn.Module):
 
     def ask(self, h, position, r):
         """Logits of tokens h (N, C) before recursion r, (N,) each: for gate and top-k, for the threshold."""
-        z = self.noise[position, r] if self.random else self.score[r](h).squeeze(1)
+        z = at_least_float32(self.noise[position, r]) if self.random else self.score[r](h).squeeze(1)
         return z, self.aux_score[r](h.detach()).squeeze(1) if self.aux_score else z
 
     def forward(self, h, rows, recursion, routing, r=0):
@@ -579,8 +579,8 @@ def pick(logits, u, temperature=1.0, top_k=None):
     logits = at_least_float32(logits)
     if top_k and top_k < logits.shape[1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
-    logits = logits - logits.amax(dim=1, keepdim=True)   # at most 0: no temperature overflows
-    total = logits.div_(temperature).exp_().cumsum(dim=1)                                  # (N, V)
+    logits = logits - logits.amax(dim=1, keepdim=True)   # at most 0: no temperature makes it overflow,
+    total = logits.div_(max(temperature, 1e-30)).exp_().cumsum(dim=1)   # nor does a tiny one make 0/0; (N, V)
     last = total[:, -1:]   # u * last has to stay below, or a token of probability 0 could be drawn
     u = torch.minimum(u.to(last.dtype).unsqueeze(1) * last, torch.nextafter(last, torch.zeros_like(last)))
     return torch.searchsorted(total, u, right=True).squeeze(1)
@@ -713,9 +713,10 @@ class Engine:
         self.max_len = c.block_size if max_len is None else max_len
         self.entries = self.max_len * self.max_depth if entries is None else entries
         model.check(self.max_len, self.max_depth, threshold)
-        if slots < 1 or self.entries < 1 or not 0 <= patience <= 1:
-            raise ValueError(f"slots={slots} and entries={self.entries} must be at least 1, and patience="
-                             f"{patience} between 0 and 1")
+        if slots < 1 or self.entries < 1 or vocab_size is not None and vocab_size < 1:
+            raise ValueError(f"slots={slots}, entries={self.entries}, vocab_size={vocab_size}: at least 1")
+        if not 0 <= patience <= 1:
+            raise ValueError(f"patience={patience} must lie between 0 and 1")
         if not 0 <= temperature < math.inf or (top_k or 0) < 0:
             raise ValueError(f"temperature={temperature} and top_k={top_k} must not be negative")
         # Under the cycle maps the layers are the same at every depth. Else a pass is all recursions in a row.
@@ -896,7 +897,8 @@ def generate(model, prompts, max_new_tokens, temperature=1.0, top_k=None, seed=N
     seed: of the first; each further one adds 1. slots: how many run at a time, by default up to 32. A text
     that fills block_size ends. The rest, and options: see Engine. Raises ValueError.
     """
-    engine = Engine(model, slots or max(1, min(32, len(prompts))), temperature=temperature, top_k=top_k,
+    slots = max(1, min(32, len(prompts))) if slots is None else slots
+    engine = Engine(model, slots, temperature=temperature, top_k=top_k,
                     max_depth=max_depth, threshold=threshold, **options)
     requests = [engine.submit(prompt, max_new_tokens, None if seed is None else seed + i)
                 for i, prompt in enumerate(prompts)]

@@ -37,9 +37,11 @@ class SampleConfig:
     device: str = "auto"  # cpu, cuda, mps; auto: the best there is
 
     def __post_init__(self):
-        if self.max_new_tokens < 0 or self.num_samples < 1:
+        if self.max_new_tokens < 0 or not 1 <= self.num_samples <= 10**5:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 0, and "
-                             f"num_samples={self.num_samples} at least 1")
+                             f"num_samples={self.num_samples} 1 to {10**5}")
+        if self.html and not self.html.endswith(".html"):
+            raise ValueError(f"html={self.html} must end in .html, so that nothing else is overwritten")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} must be 0 to {2**32 - 1}")
 
@@ -87,14 +89,14 @@ class Printer:
         background = self.BACKGROUND[(depth - 2) % 4]
         return f"\033[48;5;{background};38;5;16m{text}\033[0m" if self.color and depth > 1 else text
 
-    def __call__(self, data, depth=0, final=False):
-        """Print bytes; a character may need several tokens and shows with the last of them."""
-        for char in self.decoder.decode(data, final):
+    def __call__(self, tokens, depth=0, final=False):
+        """Print tokens; a character may need several and shows with the last of them."""
+        for char in readable(self.decoder, tokens, final):
             self.depths += "\t" if char == "\t" else str(depth % 10) if depth else " "
             if char == "\n":
                 self.end_line()
                 continue
-            print(self.paint(visible(char), depth), end="", flush=True)
+            print(self.paint(char, depth), end="", flush=True)
 
     def end_line(self):
         print()
@@ -103,9 +105,10 @@ class Printer:
         self.depths = ""
 
 
-def visible(char):
-    """Nothing that a model writes may steer a terminal or a browser."""
-    return char if char.isprintable() or char in "\t\n" else "\N{REPLACEMENT CHARACTER}"
+def readable(decoder, tokens, final=False):
+    """Tokens as text, in which nothing steers a terminal; part of a character is kept for the next call."""
+    return "".join(char if char.isprintable() or char in "\t\n" else "\N{REPLACEMENT CHARACTER}"
+                   for char in decoder.decode(python_source.decode(tokens), final))
 
 
 # A page that loads nothing. Pointing at a token shows at the foot what the router said of it.
@@ -139,7 +142,6 @@ def page(config, prompt, samples, summary):
     """The page for samples, each a list of (token, depth, logits)."""
     depths = [depth for sample in samples for _, depth, _ in sample]
     n, texts, colors, rows = config.n_rec, "", "", ""
-    before = python_source.decode(prompt).decode("utf-8", "replace")
     for d in range(1, n + 1):
         share = depths.count(d) / max(1, len(depths))
         colors += f".d{d} {{ background: rgb(255 140 0 / {0.6 * (d - 1) / max(1, n - 1):.2f}) }}\n"
@@ -147,13 +149,13 @@ def page(config, prompt, samples, summary):
                  f'<td><hr style="width: {20 * share:.1f}rem"></td></tr>\n')
     for sample in samples:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        texts += f"<pre><i>{html.escape(''.join(map(visible, before)))}</i>"
+        texts += f"<pre><i>{html.escape(readable(decoder, prompt))}</i>"
         for token, depth, logits in sample:
-            text = "".join(map(visible, decoder.decode(python_source.decode([token]))))
+            text = readable(decoder, [token])
             about = html.escape(f"{text!r} | depth {depth} of {n}{router_says(config, logits)}")
             text = html.escape(text).replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n")
             texts += f'<span class="d{depth}" data-t="{about}">{text}</span>'
-        texts += "</pre>\n"
+        texts += readable(decoder, [], final=True) + "</pre>\n"
     return PAGE.format(colors=colors, rows=rows, summary=html.escape(summary), texts=texts)
 
 
@@ -164,22 +166,27 @@ def main(argv):
     if device.type == "cuda" and checkpoint["train_config"]["dtype"] == "bfloat16":
         for name, part in model.named_children():   # the router decides in float32
             part.to(torch.float32 if name == "router" else torch.bfloat16)
-    if config.html:
-        open(config.html, "a").close()   # a name that cannot be written is refused before the work
     prompt = [python_source.EOF] + python_source.encode(config.prompt)
     engine = Engine(model, min(config.slots, config.num_samples), temperature=config.temperature,
                     top_k=config.top_k, max_depth=config.max_depth or None, threshold=config.threshold,
                     stop=python_source.EOF, vocab_size=python_source.VOCAB_SIZE)
-    samples, events = [[] for _ in range(config.num_samples)], write(engine, prompt, config)
+    if config.html:
+        open(config.html, "a").close()   # a name that cannot be written is refused before the work
+    samples, events, code = [[] for _ in range(config.num_samples)], write(engine, prompt, config), 0
     for i in range(config.num_samples):
         if config.num_samples > 1:
             print(f"--- {i + 1} of {config.num_samples}")
         printer = Printer(config.color)
-        printer(python_source.decode(prompt))
-        for token, depth, _ in follow(i, samples, events, config):
-            printer(python_source.decode([token]), depth)
-        printer(b"", final=True)
+        printer(prompt)
+        try:
+            for token, depth, _ in follow(i, samples, events, config):
+                printer([token], depth)
+        except KeyboardInterrupt:   # enough: sum up what is there
+            code = 130
+        printer([], final=True)
         printer.end_line()
+        if code:
+            break
     depths = [depth for sample in samples for _, depth, _ in sample]
     n, n_rec, c = max(1, len(depths)), model.config.n_rec, engine.counts
     legend = " ".join(printer.paint(f" {d}: {depths.count(d) / n:.0%} ", d) for d in range(1, n_rec + 1))
@@ -191,6 +198,7 @@ def main(argv):
         with open(config.html, "w", encoding="utf-8") as f:
             f.write(page(model.config, prompt, samples, summary))
         print(f"wrote {config.html}")
+    return code
 
 
 if __name__ == "__main__":

@@ -424,6 +424,8 @@ def test_half_precision(router):
     assert loss.dtype == routing.logits.dtype == torch.float32
     logits, loss, routing = model.bfloat16()(ids(2, 9), ids(2, 9))
     assert logits.dtype == torch.bfloat16 and loss.dtype == routing.logits.dtype == torch.float32
+    for model in (model, build(router_arch="random").bfloat16()):
+        assert [len(r.tokens) for r in generate(model, [[1, 2, 3], [4]], 6)] == [6, 6]
 
 
 def test_config_errors():
@@ -559,7 +561,8 @@ def test_pick():
     u = (torch.arange(8000) + 0.5) / 8000
     draws = lambda **options: pick(logits.expand(8000, -1), u, **options).bincount(minlength=4).tolist()
     assert draws() == [1000, 2000, 0, 5000] and draws(top_k=4) == draws(top_k=99) == draws(top_k=0)
-    assert draws(temperature=0) == draws(top_k=1) == draws(temperature=1e-38) == [0, 0, 0, 8000]
+    for options in (dict(temperature=0), dict(top_k=1), dict(temperature=1e-38), dict(temperature=1e-320)):
+        assert draws(**options) == [0, 0, 0, 8000]
     assert draws(top_k=2)[0] == 0
     assert draws(temperature=0.5) == pytest.approx([8000 / 30, 8000 * 4 / 30, 0, 8000 * 25 / 30], abs=1)
     edge = torch.tensor([0.0, 1 - 2**-24, 1 - 1e-16], dtype=torch.float64)
@@ -761,7 +764,8 @@ def test_generate_edges():
     torch.manual_seed(0)
     assert a == ask(seed=None) != b
     for options, words in [(dict(temperature=-1), "temperature=-1"), (dict(top_k=-1), "top_k=-1"),
-                           (dict(n=-1), "max_new_tokens=-1"), (dict(slots=-1), "slots=-1"),
+                           (dict(n=-1), "max_new_tokens=-1"), (dict(slots=0), "slots=0"),
+                           (dict(vocab_size=0), "vocab_size=0"), (dict(patience=2), "patience=2"),
                            (dict(max_depth=4), "max_depth=4"), (dict(max_depth=0), "max_depth=0"),
                            (dict(threshold=0), "threshold=0"), (dict(prompts=[[96]]), "0 to 95"),
                            (dict(prompts=[[]]), "0 tokens"), (dict(prompts=[[1] * 33]), "33 tokens")]:
@@ -1130,8 +1134,21 @@ def test_sample(go, capsys, monkeypatch):
     run("--prompt=<script>", "--html=page.html")
     page = Path("page.html").read_text(encoding="utf-8")
     assert "http" not in page and "<script" not in page and "&lt;script&gt;" in page
+    calls, print_tokens = [], sample.Printer.__call__
+
+    def interrupted(self, tokens, *args, **options):
+        calls.append(tokens)
+        if len(calls) == 9:
+            raise KeyboardInterrupt
+        print_tokens(self, tokens, *args, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(sample.Printer, "__call__", interrupted)
+        assert sample.main(["--device=cpu", "--max_new_tokens=1e6", "--html=page.html"]) == 130
+    n = int(capsys.readouterr().out.split(" over ")[1].split()[0])
+    assert n >= 8 and Path("page.html").read_text(encoding="utf-8").count('<span class="d') == n
     for option, words in [("--temperature=-1", "temperature=-1"), ("--top_k=-1", "top_k=-1"),
                           ("--slots=0", "slots=0"), ("--html=no/such/page.html", "no/such"),
+                          ("--html=out/ckpt.pt", "must end in .html"),
                           ("--max_new_tokens=-1", "max_new_tokens=-1"), ("--max_depth=4", "max_depth=4"),
                           ("--num_samples=0", "num_samples=0"), ("--threshold=2", "threshold=2"),
                           ("--out_dir=no", "no")]:

@@ -83,6 +83,8 @@ def fail(message):
 
 def guarded(main):
     """Run main; bad input, a full disk or too little memory end in one line instead of a traceback."""
+    if sys.stdout is None:   # closed
+        sys.stdout = open(os.devnull, "w")
     if hasattr(sys.stdout, "reconfigure"):   # a terminal without Unicode shows question marks
         sys.stdout.reconfigure(errors="replace")
     try:
