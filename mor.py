@@ -141,11 +141,12 @@ def at_least_float32(x):
 
 
 def rope_table(T, D, dtype, device, theta=10000.0):
-    """cos and sin, (T, D) each, of the angles t * theta^(-2i/D) by which position t turns pair (i, i + D/2).
+    """cos and sin, (T, 2, 1, D), of the angles t * theta^(-2i/D) by which position t turns pair (i, i + D/2).
     sin starts with the minus of a rotation, which makes (a cos - b sin, b cos + a sin) of a pair (a, b)."""
     freq = theta ** (-torch.arange(0, D, 2, device=device, dtype=dtype) / D)               # (D/2,)
     angle = torch.arange(T, device=device, dtype=dtype)[:, None] * freq                    # (T, D/2)
-    return torch.cat([angle.cos()] * 2, dim=1), torch.cat([-angle.sin(), angle.sin()], dim=1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack([torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)], dim=1).unsqueeze(2)
 
 
 def rotate(x, rope):
@@ -219,7 +220,7 @@ class Rows:
     def __init__(self, B, T, table, store, written, flat, S=None):
         self.B, self.T, self.table, self.store, self.written = B, T, table, store, written
         self.flat, self.S = flat, S
-        self.cell, self.rope = None, [t[flat % T].unsqueeze(1) for t in table]             # (N, 1, D) each
+        self.cell, self.rope = None, table[flat % T].unbind(1)                            # (N, 1, D) each
         if S is None:   # a row's tokens first, then padding, where no real query sees it
             row, count = flat // T, torch.bincount(flat // T, minlength=B)                 # (N,), (B,)
             rank = torch.arange(len(flat), device=flat.device) - (count.cumsum(0) - count)[row]
@@ -604,10 +605,16 @@ class Log:
                            for _ in "kv"] for layer in ("first", "last")[:config.n_unshared] + shared}
         self.tag = torch.full((slots, entries), -1, device=like["device"])
 
-    def write(self, layer, slot, entry, k, v):
-        """Write k and v (n, G, D) of n tokens at their slot (n,) and entry (n,)."""
+    def where(self, layer, slot, entry):
+        """Indices (n * G,) into kv[layer], seen as vectors, of n tokens with slot and entry (n,)."""
+        _, G, length, _ = self.kv[layer][0].shape
+        heads = torch.arange(G, device=slot.device)
+        return ((slot.unsqueeze(1) * G + heads) * length + entry.unsqueeze(1)).flatten()
+
+    def write(self, layer, where, k, v):
+        """Write k and v (n, G, D) of n tokens."""
         for buffer, x in zip(self.kv[layer], (k, v)):
-            buffer[slot, :, entry] = x
+            buffer.view(-1, x.shape[2]).index_copy_(0, where, x.flatten(0, 1))
 
     def wipe(self, slots):
         """Empty some slots. Zeros are for an old NaN, which no mask would hide: 0 times NaN is NaN."""
@@ -625,22 +632,23 @@ class Log:
                 entry = before[flat] + turns[layer]
                 self.tag[slot, entry] = turns[layer]
                 turns[layer] += 1
-            self.write(layer, slot, entry, k, v)
+            self.write(layer, self.where(layer, slot, entry), k, v)
 
 
 class Pass:
     """Where one token of each of n slots stands; to a layer, what Rows is.
 
     slot, position, done (recursions so far), entry (where the next one goes): (n,) each. new: so many, the
-    first, have done none. lengths: entries in use, in rows without tags and with. Compiled, shapes are fixed:
-    then `new` is n, and what others write where only new tokens should goes to the last slot, which is spare.
+    first, have done none. lengths: entries in use, in rows without tags and with. full: whether these are all
+    slots, in order. Compiled, shapes are fixed: then `new` is n, and what others write where only new tokens
+    should goes to the last slot, which is spare.
     """
-    def __init__(self, log, table, slot, position, done, entry, new, lengths):
-        self.log, self.new, self.lengths = log, new, lengths
+    def __init__(self, log, table, slot, position, done, entry, new, lengths, full):
+        self.log, self.new, self.lengths, self.full = log, new, lengths, full
         self.slot, self.position, self.done, self.entry = slot, position, done, entry
         self.new_slot = torch.where(done == 0, slot, log.slots - 1)
         self.turns, self.views = Counter(), {}   # how often a layer has run: once, but for the sequence maps
-        self.rope = [t.index_select(0, position).unsqueeze(1) for t in table]              # (n, 1, D) each
+        self.rope = table.index_select(0, position).unbind(1)                              # (n, 1, D) each
 
     def writers(self, layer):
         """As in Rows."""
@@ -650,19 +658,20 @@ class Pass:
         """Attention of q (n, H, D) to the entries of their slots, once k and v of the writers are there."""
         kind = layer in self.log.tagged, self.turns[layer]
         if kind not in self.views:   # the same for all layers of the block
-            self.views[kind] = self.view(*kind)
-        (mask, slot, entry), self.turns[layer] = self.views[kind], kind[1] + 1
+            self.views[kind] = self.view(layer, *kind)
+        (mask, where), self.turns[layer] = self.views[kind], kind[1] + 1
         if k is not None:
-            self.log.write(layer, slot[:len(k)], entry[:len(k)], k, v)
-        # Keys and values are too many to be copied: the queries go to where they are. Heads that share a key
-        # become queries of one head: with enable_gqa, only cuDNN's kernel would take a mask.
+            self.log.write(layer, where[:k.shape[0] * k.shape[1]], k, v)
+        # Keys and values are too many to be copied: queries go to the slots. Heads that share a key become
+        # queries of one head: with enable_gqa, only cuDNN's kernel would take a mask.
         k, v = (buffer[:, :, :mask.shape[-1]] for buffer in self.log.kv[layer])            # (slots, G, S, D)
-        q = q.new_zeros(self.log.slots, *q.shape[1:]).index_copy(0, self.slot, q)          # (slots, H, D)
-        y = F.scaled_dot_product_attention(q.unflatten(1, (k.shape[1], -1)), k, v, mask)
-        return y.flatten(1, 2).index_select(0, self.slot)                                  # (n, H, D)
+        if not self.full:
+            q = q.new_zeros(self.log.slots, *q.shape[1:]).index_copy(0, self.slot, q)      # (slots, H, D)
+        y = F.scaled_dot_product_attention(q.unflatten(1, (k.shape[1], -1)), k, v, mask).flatten(1, 2)
+        return y if self.full else y.index_select(0, self.slot)                            # (n, H, D)
 
-    def view(self, tagged, turn):
-        """The mask (slots, 1, 1, S) to be added, and where each token writes: slot and entry, (n,) each."""
+    def view(self, layer, tagged, turn):
+        """The mask (slots, 1, 1, S) to be added, and where each token writes, see Log.where."""
         if tagged:
             slot, entry, tag = self.slot, self.entry + turn, self.done + turn
             self.log.tag[slot, entry] = tag
@@ -670,9 +679,10 @@ class Pass:
         else:
             slot, entry = self.new_slot, self.position
             seen = torch.arange(self.lengths[0], device=slot.device) <= entry.unsqueeze(1)
-        mask = torch.full((self.log.slots, seen.shape[1]), -math.inf, device=slot.device)
-        mask[self.slot] = torch.where(seen, 0.0, -math.inf)   # other slots get NaN, which nobody reads
-        return mask[:, None, None].to(self.log.kv[0][0].dtype), slot, entry
+        mask = torch.where(seen, 0.0, -math.inf).to(self.log.kv[0][0].dtype)
+        if not self.full:   # other slots get NaN, which nobody reads
+            mask = mask.new_full((self.log.slots, seen.shape[1]), -math.inf).index_copy(0, self.slot, mask)
+        return mask[:, None, None], self.log.where(layer, slot, entry)
 
 
 @dataclass(eq=False)
@@ -728,7 +738,7 @@ class Engine:
         self.h, self.h0 = torch.zeros(2, n, c.n_embd, device=w.device, dtype=w.dtype)  # now; after `first`
         self.z = torch.full((n, c.n_rec), math.nan, **wide)                            # router logits
         self.block, self.head = (torch.compile(f) if compile else f for f in (self._block, self._head))
-        self.queue, self.free, self.counts = deque(), list(range(slots)), Counter()
+        self.queue, self.free, self.counts = deque(), list(range(slots))[::-1], Counter()
         self.busy, self.waiting, self.chosen = [], [], None
 
     def submit(self, prompt, max_new_tokens, seed=None):
@@ -791,7 +801,7 @@ class Engine:
             self.prefill(new)
             self.token[slots] = self.tensor([request.prompt[-1] for request in new])
             self.busy += new
-        return sorted(self.busy, key=lambda request: request.done)
+        return sorted(self.busy, key=lambda request: (request.done, request.slot))
 
     def prefill(self, requests):
         """Prompts, in parallel, but for their last tokens, which go the way of every later one."""
@@ -853,7 +863,8 @@ class Engine:
         if self.compile:
             rows += [(self.log.slots - 1, 0, 0, 0)] * (self.log.slots - 1 - len(rows))
             new, lengths = len(rows), (self.max_len, self.entries)
-        return *self.tensor(rows).T.unbind(), new, lengths
+        full = [row[0] for row in rows] == list(range(self.log.slots))
+        return *self.tensor(rows).T.unbind(), new, lengths, full
 
     def _block(self, *plan):
         """One pass of the shared block. Returns which of the tokens (n,) have left after it."""
@@ -861,7 +872,7 @@ class Engine:
         slot = here.slot
         if new:   # new tokens come from the embedding and the first layer
             first = here if new == len(slot) else Pass(self.log, self.table, *(x[:new] for x in plan[:4]),
-                                                       *plan[4:])
+                                                       new, plan[5], False)
             x = model.wte(self.token[first.slot])
             for block in model.first:
                 x = block(x, first, "first")
@@ -895,10 +906,11 @@ def generate(model, prompts, max_new_tokens, temperature=1.0, top_k=None, seed=N
     """Go on with each prompt, a list of token ids. Returns their Requests, with `tokens` and `depths`.
 
     seed: of the first; each further one adds 1. slots: how many run at a time, by default up to 32. A text
-    that fills block_size ends. The rest, and options: see Engine. Raises ValueError.
+    ends where it fills block_size. The rest, and options: see Engine. Raises ValueError.
     """
     slots = max(1, min(32, len(prompts))) if slots is None else slots
-    engine = Engine(model, slots, temperature=temperature, top_k=top_k,
+    longest = max(map(len, prompts), default=0) + max(max_new_tokens, 1)
+    engine = Engine(model, slots, min(longest, model.config.block_size), temperature=temperature, top_k=top_k,
                     max_depth=max_depth, threshold=threshold, **options)
     requests = [engine.submit(prompt, max_new_tokens, None if seed is None else seed + i)
                 for i, prompt in enumerate(prompts)]
