@@ -745,7 +745,7 @@ class Engine:
         """Queue a prompt, a list of ids, and return its Request. ValueError if it cannot fit."""
         if not prompt or not self.room(len(prompt) - 1, (len(prompt) - 1) * self.max_depth):
             raise ValueError(f"a prompt of {len(prompt)} tokens does not fit: it must have 1 to max_len="
-                             f"{self.max_len}, or fewer where entries={self.entries} are few")
+                             f"{self.max_len}, and {self.max_depth} for each in entries={self.entries}")
         V = self.model.config.vocab_size
         if max_new_tokens < 0 or min(prompt) < 0 or max(prompt) >= V:
             raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative, and the tokens of a "
