@@ -143,6 +143,11 @@ def oracle_layer(c, block, where, h, written):
     return out
 
 
+def oracle_score(router, x):
+    x = router.layers[0].weight @ x
+    return x if len(router.layers) == 1 else router.layers[1].weight @ F.gelu(x)
+
+
 def oracle(model, tokens, causal, max_depth=None, threshold=0.5):
     """Logits (T, V) and depths of one row. h, and whatever is made of it, is a dict: position -> vector."""
     c, T, m, written = model.config, len(tokens), len(model.shared), {}
@@ -157,16 +162,12 @@ def oracle(model, tokens, causal, max_depth=None, threshold=0.5):
             h = layer(model.shared[where], where, h)
         return h
 
-    def score(router, x):
-        x = router.layers[0].weight @ x
-        return x if len(router.layers) == 1 else router.layers[1].weight @ F.gelu(x)
-
     h = {t: model.wte.weight[i] for t, i in enumerate(tokens)}
     for block in model.first:
         h = layer(block, "first", h)
     depth = {t: n for t in h}
     if c.routed and c.router == "token":
-        z = {t: score(model.router.score, x) for t, x in h.items()}
+        z = {t: oracle_score(model.router.score, x) for t, x in h.items()}
         p = {t: model.router.alpha * (z[t].sigmoid() if c.gate == "sigmoid" else z[t].softmax(0)) for t in h}
         choice = {t: int((p[t] + model.router.bias).argmax()) for t in h}
         depth, u = {t: min(choice[t] + 1, n) for t in h}, dict(h)
@@ -176,10 +177,10 @@ def oracle(model, tokens, causal, max_depth=None, threshold=0.5):
     elif c.routed:
         alive = list(h)
         for r in range(n):
-            z = {t: score(model.router.score[r], h[t])[0] for t in alive}
+            z = {t: oracle_score(model.router.score[r], h[t])[0] for t in alive}
             guess = z
             if c.sampling == "aux_router":
-                guess = {t: score(model.router.aux_score[r], h[t])[0] for t in alive}
+                guess = {t: oracle_score(model.router.aux_score[r], h[t])[0] for t in alive}
             if causal:
                 alive = [t for t in alive if r == 0 or guess[t].sigmoid() > threshold]
             else:
