@@ -586,6 +586,7 @@ def pick(logits, u, temperature=1.0, top_k=None):
     u = torch.minimum(u.to(last.dtype).unsqueeze(1) * last, torch.nextafter(last, torch.zeros_like(last)))
     return torch.searchsorted(total, u, right=True).squeeze(1)
 
+
 class Log:
     """Keys and values of the texts in flight: in each layer a row for each slot, and rows only grow.
 
@@ -606,7 +607,8 @@ class Log:
         self.tag = torch.full((slots, entries), -1, device=like["device"])
 
     def where(self, layer, slot, entry):
-        """Indices (n * G,) into kv[layer], seen as vectors, of n tokens with slot and entry (n,)."""
+        """Indices (n * G,) into kv[layer], seen as rows of D, of n tokens at slot and entry (n,). Nothing but
+        `Engine.room` keeps an entry inside its slot."""
         _, G, length, _ = self.kv[layer][0].shape
         heads = torch.arange(G, device=slot.device)
         return ((slot.unsqueeze(1) * G + heads) * length + entry.unsqueeze(1)).flatten()
@@ -707,8 +709,9 @@ class Engine:
 
     max_len: tokens that a slot holds, by default block_size. entries: recursions that it holds (only
     cache=recursion), by default enough for all. stop: the id that ends a text. vocab_size: ids from here on
-    are never drawn. patience: the head is called when this share of the texts in flight waits for it.
-    compile: compiled calls of fixed shapes. temperature, top_k: see pick. max_depth, threshold: see forward.
+    are never drawn. patience: the head is called when this share of the texts in flight waits for it, for
+    fuller calls of the head, though of emptier passes. compile: compiled calls of fixed shapes. temperature,
+    top_k: see pick. max_depth, threshold: see forward.
 
     Up to rounding, a text depends neither on its neighbours nor on slots and patience, nor on max_len and
     entries until it fills them. counts: block_calls, exit_calls, block_rows (tokens in block calls), tokens
