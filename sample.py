@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from data import python_source
+from data import fineweb_edu, python_source
 from mor import Engine
 from train import guarded, load_checkpoint, parse, pick_device
 
@@ -23,7 +23,7 @@ from train import guarded, load_checkpoint, parse, pick_device
 class SampleConfig:
     """What to write, and how."""
     out_dir: str = "out"  # folder of the checkpoint, or the checkpoint itself
-    prompt: str = ""  # text to go on from; empty: the beginning of a file
+    prompt: str = ""  # text to go on from; empty: the beginning of a file or document
     max_new_tokens: int = 500  # tokens to write; where block_size is full, the last half of the text goes on
     num_samples: int = 1  # texts to write
     slots: int = 8  # texts to write at the same time
@@ -65,14 +65,15 @@ def write(engine, prompt, config):
                    request.max_new_tokens - len(request.tokens))
 
 
-def follow(sample, samples, events, config):
-    """Yield (token, depth, logits) of one sample up to its end. What comes for others waits in samples."""
-    for k in range(config.max_new_tokens):
+def follow(sample, samples, events, n, end):
+    """Yield (token, depth, logits) of one sample, up to n or to token `end`. What comes for others waits in
+    samples."""
+    for k in range(n):
         while k == len(samples[sample]):
             other, *event = next(events)
             samples[other].append(event)
         yield samples[sample][k]
-        if samples[sample][k][0] == python_source.EOF:
+        if samples[sample][k][0] == end:
             return
 
 
@@ -80,9 +81,9 @@ class Printer:
     """Text as it comes, its depth as background colour on a terminal, elsewhere as a digit below it."""
     BACKGROUND = [153, 216, 210, 177]   # among 256 terminal colours, for depth 2, 3, 4, 5, and again
 
-    def __init__(self, color):
+    def __init__(self, color, decode):
         terminal = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        self.color = terminal if color == "auto" else color == "always"
+        self.color, self.decode = terminal if color == "auto" else color == "always", decode
         self.decoder, self.depths = codecs.getincrementaldecoder("utf-8")("replace"), ""
 
     def paint(self, text, depth):
@@ -91,7 +92,7 @@ class Printer:
 
     def __call__(self, tokens, depth=0, final=False):
         """Print tokens; a character may need several and shows with the last of them."""
-        for char in readable(self.decoder, tokens, final):
+        for char in readable(self.decoder, self.decode(tokens), final):
             self.depths += "\t" if char == "\t" else str(depth % 10) if depth else " "
             if char == "\n":
                 self.end_line()
@@ -105,10 +106,10 @@ class Printer:
         self.depths = ""
 
 
-def readable(decoder, tokens, final=False):
-    """Tokens as text, in which nothing steers a terminal; part of a character is kept for the next call."""
+def readable(decoder, data, final=False):
+    """Bytes as text, in which nothing steers a terminal; part of a character is kept for the next call."""
     return "".join(char if char.isprintable() or char in "\t\n" else "\N{REPLACEMENT CHARACTER}"
-                   for char in decoder.decode(python_source.decode(tokens), final))
+                   for char in decoder.decode(data, final))
 
 
 # A page that loads nothing. Pointing at a token shows at the foot what the router said of it.
@@ -138,7 +139,7 @@ def router_says(config, logits):
                    for r, (score, chance) in enumerate(zip(z.tolist(), p.tolist()), 1) if score == score)
 
 
-def page(config, prompt, samples, summary):
+def page(config, prompt, samples, summary, decode):
     """The page for samples, each a list of (token, depth, logits)."""
     depths = [depth for sample in samples for _, depth, _ in sample]
     n, texts, colors, rows = config.n_rec, "", "", ""
@@ -149,13 +150,13 @@ def page(config, prompt, samples, summary):
                  f'<td><hr style="width: {20 * share:.1f}rem"></td></tr>\n')
     for sample in samples:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        texts += f"<pre><i>{html.escape(readable(decoder, prompt))}</i>"
+        texts += f"<pre><i>{html.escape(readable(decoder, decode(prompt)))}</i>"
         for token, depth, logits in sample:
-            text = readable(decoder, [token])
+            text = readable(decoder, decode([token]))
             about = html.escape(f"{text!r} | depth {depth} of {n}{router_says(config, logits)}")
             text = html.escape(text).replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n")
             texts += f'<span class="d{depth}" data-t="{about}">{text}</span>'
-        texts += readable(decoder, [], final=True) + "</pre>\n"
+        texts += readable(decoder, b"", final=True) + "</pre>\n"
     return PAGE.format(colors=colors, rows=rows, summary=html.escape(summary), texts=texts)
 
 
@@ -166,20 +167,21 @@ def main(argv):
     if device.type == "cuda" and checkpoint["train_config"]["dtype"] == "bfloat16":
         for name, part in model.named_children():   # the router decides in float32
             part.to(torch.float32 if name == "router" else torch.bfloat16)
-    prompt = [python_source.EOF] + python_source.encode(config.prompt)
+    text = {"bytes": python_source, "gpt2": fineweb_edu}[checkpoint["tokenizer"]]
+    prompt = [text.EOF] + text.encode(config.prompt)
     engine = Engine(model, min(config.slots, config.num_samples), temperature=config.temperature,
                     top_k=config.top_k, max_depth=config.max_depth or None, threshold=config.threshold,
-                    stop=python_source.EOF, vocab_size=python_source.VOCAB_SIZE)
+                    stop=text.EOF, vocab_size=text.VOCAB_SIZE)
     if config.html:
         open(config.html, "a").close()   # a name that cannot be written is refused before the work
     samples, events, code = [[] for _ in range(config.num_samples)], write(engine, prompt, config), 0
     for i in range(config.num_samples):
         if config.num_samples > 1:
             print(f"--- {i + 1} of {config.num_samples}")
-        printer = Printer(config.color)
+        printer = Printer(config.color, text.decode)
         printer(prompt)
         try:
-            for token, depth, _ in follow(i, samples, events, config):
+            for token, depth, _ in follow(i, samples, events, config.max_new_tokens, text.EOF):
                 printer([token], depth)
         except KeyboardInterrupt:   # enough: sum up what is there
             code = 130
@@ -196,7 +198,7 @@ def main(argv):
     print(summary)
     if config.html:
         with open(config.html, "w", encoding="utf-8") as f:
-            f.write(page(model.config, prompt, samples, summary))
+            f.write(page(model.config, prompt, samples, summary, text.decode))
         print(f"wrote {config.html}")
     return code
 

@@ -7,12 +7,17 @@ Python, and closed forms.
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import fields, replace
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,8 +26,8 @@ from torch.nn import functional as F
 
 import sample
 import train
-from data import python_source
-from data.shards import Reader, read_tokens, val_batches, write_tokens
+from data import fineweb_edu, python_source
+from data.shards import HEADER, Reader, read_tokens, val_batches, write_tokens
 from mor import (Engine, MoR, MoRConfig, PRESETS, Score, flops_per_token, generate, kv_bytes_per_token,
                  n_params, pick)
 
@@ -798,7 +803,7 @@ def test_compiled_steps(mode, monkeypatch):
 # train.py: options, schedule, checkpoints
 
 SMALL = ["--block_size=32", "--n_layer=5", "--n_embd=32", "--n_head=2", "--n_kv_head=1", "--n_ff=48",
-         "--batch_size=2", "--eval_batches=2", "--log_interval=5", "--device=cpu", "--dtype=float32"]
+         "--batch_size=2", "--eval_rows=4", "--log_interval=5", "--device=cpu", "--dtype=float32"]
 
 
 @pytest.fixture(scope="session")
@@ -860,7 +865,8 @@ def test_parse():
     ("--resume=nowhere", "nowhere"), ("--resume=empty.txt", "empty.txt is not a checkpoint"),
     ("--resume=foreign.pt", "foreign.pt is not a checkpoint"), ("--vocab_size=100", "vocab_size=100"),
     ("--out_dir=empty.txt", "empty.txt"), ("--model=huge", "'huge'"), ("tiny", "tiny"),
-    ("--out_dir=", "out_dir="), ("--batch_size=1e18", "memory"),
+    ("--out_dir=", "out_dir="), ("--batch_size=1e18", "memory"), ("--keep_shards=1", "keep_shards=1"),
+    ("--batch_tokens=1000", "multiple of 1024"), ("--flops=1", "less than one"), ("--flops=-1", "flops="),
     ("--batch_size=1e12", "memory"), ("--sharing=sequence", "sharing=sequence"), ("--seed=1e30", "seed=")])
 def test_bad_input(option, words, tmp_path, monkeypatch, capsys):
     """One line that names the value, exit code 2, and nothing written."""
@@ -883,7 +889,7 @@ def test_help(capsys):
 
 def test_schedule():
     """wsd: linear up, flat, linear down over the last fifth; cosine: from the peak to a tenth of it."""
-    c = train.TrainConfig(max_steps=1000, learning_rate=1.0)
+    c = train.settle(dict(max_steps=1000, learning_rate=1.0), None)[1]
     lr = [train.lr_at(s, c) for s in range(1000)]
     assert lr[0] == 1 / 50 and lr[49] == lr[50] == lr[800] == 1 and lr[900] == 0.5
     assert lr[999] == pytest.approx(1 / 200)
@@ -891,13 +897,13 @@ def test_schedule():
     assert [train.lr_at(s, c) for s in (0, 500, 1000)] == pytest.approx([1, 0.55, 0.1])
     for steps in (1, 2, 3):
         for schedule in ("wsd", "cosine"):
-            c = train.TrainConfig(max_steps=steps, schedule=schedule, learning_rate=1.0)
+            c = train.settle(dict(max_steps=steps, schedule=schedule, learning_rate=1.0), None)[1]
             assert all(0 < train.lr_at(s, c) <= 1 for s in range(steps))
 
 
 @pytest.mark.parametrize("options", [
     ["--router_arch=random"], ["--router=token", "--balance=loss_free"],
-    ["--sampling=aux_router", "--grad_accum=2", "--capacity_warmup=15"]], ids="".join)
+    ["--sampling=aux_router", "--batch_tokens=128", "--capacity_warmup=15"]], ids="".join)
 def test_resume(go, options):
     """10 steps, a stop, and 10 more equal 20, bit for bit: weights, optimizer, RNG, data."""
     go(*options, "--max_steps=20", "--keep_steps=10", "--out_dir=whole")
@@ -919,7 +925,8 @@ def test_branch(go, capsys):
             (["--resume=long/step_8.pt"], "long/ckpt.pt would be overwritten"),
             (["--out_dir=long"], "long/ckpt.pt would be overwritten"), (["--resume=long"], "at step 20"),
             (["--resume=long", "--n_rec=2", "--max_steps=30"], "--n_rec=2 contradicts n_rec=3"),
-            (["--resume=long", "--seed=1", "--max_steps=30"], "--seed=1 contradicts seed=1337")]:
+            (["--resume=long", "--seed=1", "--max_steps=30"], "--seed=1 contradicts seed=1337"),
+            (["--resume=long", "--flops=1e15", "--max_steps=30"], "give one of them")]:
         assert words in refusal(lambda argv: go(*argv), options, capsys)
     assert same(before, weights("long/ckpt.pt"))
     damaged = bytearray(Path("long/ckpt.pt").read_bytes())
@@ -968,14 +975,65 @@ def test_killed_while_saving(go, monkeypatch):
 def test_accumulation(go):
     """One batch of 8 and four of 2 make the same step, the auxiliary loss included."""
     configs = []
-    for batch_size, grad_accum in ((8, 1), (2, 4)):
-        go(f"--batch_size={batch_size}", f"--grad_accum={grad_accum}", "--max_steps=1", "--aux_coef=1",
+    for batch_size in (8, 2):
+        go(f"--batch_size={batch_size}", "--batch_tokens=256", "--max_steps=1", "--aux_coef=1",
            f"--out_dir=out{batch_size}")
         configs.append(torch.load(f"out{batch_size}/ckpt.pt", weights_only=True))
     a, b = (c["optimizer"]["state"] for c in configs)
     assert configs[0]["reader"] == configs[1]["reader"]
     for i in a:
         torch.testing.assert_close(a[i]["exp_avg"], b[i]["exp_avg"], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("options", [["--aux_coef=1"], ["--router=token", "--balance=loss_free"]],
+                         ids="".join)
+def test_processes(go, text, options):
+    """Two processes, and one with twice the batch, make the same steps; one of the two writes."""
+    options = [*options, "--max_steps=3", "--batch_tokens=256", "--log_interval=1", "--eval_interval=2"]
+    go(*options, "--batch_size=4", "--out_dir=one")
+    argv = ["--standalone", "--nproc_per_node=2", str(ROOT / "train.py"), f"--data={text}", "--data_dir=data"]
+    argv = [sys.executable, "-m", "torch.distributed.run", *argv, *SMALL, *options, "--out_dir=two"]
+    result = subprocess.run(argv, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
+    assert result.returncode == 0 and result.stdout.count(b"step 3/3") == 1, result.stderr.decode()
+    one, two = (torch.load(f"{d}/ckpt.pt", weights_only=True) for d in ("one", "two"))
+    assert one["reader"] == two["reader"]
+    for name, w in one["model"].items():
+        torch.testing.assert_close(two["model"][name], w, rtol=1e-3, atol=1e-5)
+    for x, y in zip(*(c["optimizer"]["state"].values() for c in (one, two))):
+        torch.testing.assert_close(x["exp_avg"], y["exp_avg"], rtol=1e-3, atol=1e-7)
+    a, b = ([json.loads(line) for line in open(f"{d}/log.jsonl")][1:] for d in ("one", "two"))
+    assert len(a) == len(b) == 5
+    for x, y in zip(a, b):   # loss, norm, load, agreement: over all rows of the step
+        for key in x.keys() - {"tokens_per_s", "dead", "max_vio", "entropy"}:
+            assert x[key] == pytest.approx(y[key], rel=1e-4, abs=1e-5), key
+
+
+def test_recipe(monkeypatch):
+    """The paper's numbers of steps at 16.5e18 FLOPs follow from --flops; 10B tokens are the default of its
+    sizes, whatever the tokens of a step; the micro-batch divides them."""
+    settle = lambda *argv: train.settle(train.parse(argv, "", MoRConfig, train.TrainConfig), None)[1]
+    paper = "--model=360m", "--batch_tokens=2097152", "--flops=16.5e18"
+    for options, steps in [
+            (["--n_rec=1"], 9438), (["--router=none"], 9438), (["--n_rec=2", "--router=none"], 9438),
+            (["--n_rec=4", "--router=none"], 8883), (["--n_rec=2"], 12619), (["--n_rec=3"], 14161),
+            (["--n_rec=4"], 14216), (["--cache=shared"], 14672), (["--router=token"], 14161)]:
+        assert abs(settle(*paper, *options).max_steps - steps) <= 1
+    for flops, plateau in (("2e18", 1373), ("5e18", 3433), ("16.5e18", 11328)):   # where the branches leave
+        assert abs(settle(*paper[:2], f"--flops={flops}").max_steps * 0.8 - plateau) <= 1
+    tc = settle("--model=135m")
+    assert (tc.data, tc.batch_tokens, tc.max_steps, tc.learning_rate) == ("fineweb_edu", 524288, 19073, 3e-3)
+    assert tc.warmup_steps == 954 and tc.grad_accum(2048, 8) * tc.batch_size * 2048 * 8 == 524288
+    assert settle("--model=135m", "--batch_tokens=2097152").max_steps == 4768
+    assert settle().max_steps == 2200 and settle().data == "python"
+    with pytest.raises(ValueError, match="must be a multiple of 98304"):
+        settle("--model=135m", "--batch_size=16").grad_accum(2048, 3)
+    monkeypatch.setattr(train, "pick_device", torch.device)   # as on a machine with a GPU
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    for memory, rows in ((85e9, 16), (25.3e9, 4), (8e9, 1), (150e9, 16)):
+        gpu = SimpleNamespace(total_memory=memory)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+        tc = settle("--device=cuda")
+        assert (tc.model, tc.dtype, tc.compile, tc.batch_size) == ("360m", "bfloat16", True, rows)
 
 
 def test_log_and_learning(go, capsys):
@@ -1030,9 +1088,13 @@ def test_reader(lengths, tmp_path):
     flat = [f for e in epochs for f in e]
     n = len(expected)
     assert sorted(flat[:n]) == expected and sorted(flat[n:2 * n]) == expected
-    state = dict(reader.state, window=reader.state["window"])
-    again = Reader(shard_files(tmp_path, lengths), B, T, seed=1, state=state)
-    assert all(torch.equal(next(reader)[0], next(again)[0]) for _ in range(9))
+    again = Reader(shard_files(tmp_path, lengths), B, T, seed=1, state=reader.state)
+    ranks = [Reader(shard_files(tmp_path, lengths), 1, T, 1, torch.device("cpu"), reader.state, rank, world=2)
+             for rank in range(2)]
+    for _ in range(9):   # two readers of one row are one of two
+        rows = next(reader)[0]
+        assert torch.equal(rows, next(again)[0]) and torch.equal(rows, torch.cat([next(r)[0] for r in ranks]))
+        assert reader.state == ranks[0].state == ranks[1].state
 
 
 def test_reader_order(tmp_path):
@@ -1065,10 +1127,10 @@ def test_val_batches(tmp_path):
     """The same windows every time, spread over the whole file, each once, the last batch as short as it must
     be."""
     write_tokens(tmp_path / "v.bin", [np.arange(1001, dtype=np.uint16)])
-    batches = val_batches(tmp_path / "v.bin", 8, 10, 4, torch.device("cpu"))
+    batches = val_batches(tmp_path / "v.bin", 8, 10, 32, torch.device("cpu"))
     firsts = torch.cat([x[:, 0] for x, _ in batches]).tolist()
     assert len(firsts) == 32 and firsts[0] == 0 and firsts[-1] == 990 and len(set(firsts)) == 32
-    assert [len(x) for x, _ in val_batches(tmp_path / "v.bin", 64, 10, 4, torch.device("cpu"))] == [64, 36]
+    assert [len(x) for x, _ in val_batches(tmp_path / "v.bin", 64, 10, 256, torch.device("cpu"))] == [64, 36]
 
 
 def test_bytes(tmp_path):
@@ -1099,6 +1161,257 @@ def test_python_source(tmp_path):
     assert b"import" in python_source.decode(val.tolist())
     built = source.val.stat().st_mtime_ns
     assert python_source.source("python", tmp_path).val.stat().st_mtime_ns == built
+
+
+# ------------------------------------------------------------------------------------------------------------
+# data/: FineWeb-Edu, from a server on the loopback that can misbehave
+
+class Hub(BaseHTTPRequestHandler):
+    """Serves `server.files`, bytes by name. The first of `server.faults` is what goes wrong with this answer,
+    and is used up; `server.seen` has what was asked for."""
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        hub, name = self.server, self.path.rsplit("/", 1)[-1]
+        hub.seen.append((self.path, self.headers["Range"], self.headers["Authorization"]))
+        fault = hub.faults.pop(0) if hub.faults else ""
+        hub.stalled.wait(30) if fault == "stall" else None
+        if name not in hub.files or fault.isdecimal():
+            return self.answer(int(fault or 404), b"no", **{"Retry-After": "7"} if fault == "429" else {})
+        if fault == "redirect":
+            return self.answer(302, b"", Location=f"/elsewhere/{name}")
+        if fault == "html":
+            return self.answer(200, b"<!DOCTYPE html><title>Please log in</title>" * 50)
+        content = hub.files[name]
+        etag = {} if fault.endswith("unnamed") else {"ETag": f'"{hash(content)}"'}
+        first, last = self.headers["Range"][6:].split("-")
+        first, last = int(first), min(int(last or len(content)), len(content) - 1)
+        if first > last:
+            return self.answer(416, b"", **{"Content-Range": f"bytes */{len(content)}"})
+        if fault == "shifted":
+            first += 3
+        span = {"Content-Range": f"bytes {first}-{last}/{len(content)}"}
+        if fault == "unranged":
+            first, last, span = 0, len(content) - 1, {}
+        share = 0.4 if "cut" in fault else 1
+        self.answer(206 if span else 200, content[first:last + 1], share, **etag, **span)
+
+    def answer(self, status, body, share=1, **headers):
+        self.send_response(status)
+        for key, value in {**headers, "Content-Length": len(body)}.items():
+            self.send_header(key, str(value))
+        self.end_headers()
+        self.wfile.write(body[:int(share * len(body))])
+        self.close_connection = share < 1
+
+    def log_message(self, *args):
+        pass
+
+
+def token_bytes(n, start=0, magic=20240520, count=None):
+    """A token file whose ids count on from start."""
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, 1, n if count is None else count
+    return header.tobytes() + (np.arange(start, start + n) % 50257).astype("<u2").tobytes()
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A Hub with one validation and three training files, which train.py finds; no pause is really made."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.files = {"edu_fineweb_val_000000.bin": token_bytes(400, 7)}
+    for i, n in enumerate((331, 330, 290)):
+        server.files[f"edu_fineweb_train_{i + 1:06}.bin"] = token_bytes(n, 1000 * i)
+    server.faults, server.seen, server.stalled = [], [], threading.Event()
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
+    server.slept, server.handle_error = [], lambda *connection: None   # who asked may be gone
+    monkeypatch.setattr(fineweb_edu, "time", SimpleNamespace(sleep=server.slept.append, time_ns=time.time_ns))
+    monkeypatch.setattr(fineweb_edu, "CHUNK", 1000)
+    for name, value in {"HF_ENDPOINT": server.url, "NO_PROXY": "*", "no_proxy": "*"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    yield server
+    server.stalled.set()
+    server.shutdown()
+    server.server_close()
+
+
+FAULTS = [([], []), (["unranged"], []), (["cut"], [1]), (["cut", "unranged"], [1]), (["shifted"], [1]),
+          (["cut", "shifted"], [1, 2]), (["cut"] * 5, None), (["cut", "416"], [1, 2]), (["416"], [1]),
+          (["429"], [7]), (["503"] * 3, [1, 2, 4]), (["429", "503", "cut", "500", "redirect"], None),
+          (["redirect"], []), (["cut unnamed"], [1, 2]), (["cut unnamed"] * 3, None),
+          (["unranged unnamed"], [])]
+
+
+@pytest.mark.parametrize("limit", [None, 2500])
+@pytest.mark.parametrize("faults, slept", FAULTS, ids=lambda v: "-".join(map(str, v or [])))
+def test_fetch(faults, slept, limit, hub, tmp_path):
+    """Whatever goes wrong on the way, what has its final name in the end is the file, or its beginning."""
+    hub.files["a.bin"], hub.faults, path = token_bytes(5000), list(faults), tmp_path / "a.bin"
+    assert fineweb_edu.Fetch(f"{hub.url}/a.bin", path, limit).wait() == path and not hub.faults
+    assert read_tokens(path).tolist() == list(range(limit or 5000))
+    assert path.read_bytes() == token_bytes(limit or 5000)
+    assert {p.name for p in tmp_path.iterdir()} == {"a.bin", "lock"}
+    assert slept is None or hub.slept == slept
+    if faults == ["cut"]:   # goes on from where it ended
+        sent = 2000 if limit else 4000   # in full chunks
+        assert hub.seen[1][1] == f"bytes={sent}-" + (f"{HEADER + 2 * limit - 1}" if limit else "")
+    n = len(hub.seen)
+    assert fineweb_edu.Fetch(f"{hub.url}/a.bin", path, limit).wait() == path and len(hub.seen) == n
+
+
+@pytest.mark.parametrize("content, faults, words", [
+    (token_bytes(500), ["html"], ["no shard", "<!DOCTYPE"]),
+    (token_bytes(500, magic=7), [], ["no shard", "magic"]),
+    (token_bytes(500, count=400), [], ["no shard", "2024 bytes", "400 tokens make 1824"]),
+    (token_bytes(500, count=600), [], ["no shard"]), (token_bytes(500, count=-1), [], ["no shard"]),
+    (token_bytes(500).replace(b"\x00\x00\x01\x00", b"\xff\xff\x01\x00"), [], ["id 65535"]),
+    (b"", [], ["status 416"]),
+    (token_bytes(500), ["503"] * 9, ["status 503", "HF_ENDPOINT", "--data=python"]),
+    (token_bytes(500), ["401"], ["status 401", "HF_TOKEN"]),
+    (token_bytes(500), ["shifted"] * 9, ["other bytes"]),
+    (token_bytes(500), ["redirect"] * 300, ["status 302"])])
+@pytest.mark.parametrize("limit", [None, 100])
+def test_fetch_refused(content, faults, words, limit, hub, tmp_path):
+    """What cannot be had, or is no shard, ends in one line after a bounded time, with nothing under the final
+    name, and does not stand in the way of a better answer."""
+    hub.files["a.bin"], hub.faults = content, list(faults)
+    with pytest.raises((ValueError, OSError)) as error:
+        fineweb_edu.Fetch(f"{hub.url}/a.bin", tmp_path / "a.bin", limit).wait()
+    assert all(w in str(error.value) for w in ["a.bin", *words]) and sum(hub.slept) <= 127
+    assert {p.name for p in tmp_path.iterdir()} <= {"lock"}
+    hub.files["a.bin"], hub.faults = token_bytes(500), []
+    path = fineweb_edu.Fetch(f"{hub.url}/a.bin", tmp_path / "a.bin", limit).wait()
+    assert len(read_tokens(path)) == (limit or 500)
+
+
+def test_fetch_parts(hub, tmp_path, monkeypatch):
+    """Parts that an earlier run left: of the same file, complete, too long, of another version, no shard."""
+    url, path, whole = f"{hub.url}/a.bin", tmp_path / "a.bin", token_bytes(5000)
+    hub.files["a.bin"] = whole
+    monkeypatch.setattr(fineweb_edu, "TRIES", 1)
+    hub.faults = ["cut"]
+    with pytest.raises(OSError, match="broke off"):
+        fineweb_edu.Fetch(url, path).wait()
+    (part,) = tmp_path.glob("*.part")
+    assert part.read_bytes() == whole[:4000]
+    monkeypatch.setattr(fineweb_edu, "TRIES", 8)
+    other = token_bytes(5000, 9)
+    for left, content, requests in [
+            (whole[:2000], whole, 1), (whole, whole, 0), (whole + b"xx", whole, 2), (whole[:2000], other, 2),
+            (b"<html>" * 300, whole, 1), (b"", whole, 1), (whole[:100], whole, 1), (whole, other, 0)]:
+        path.unlink(missing_ok=True)
+        part.write_bytes(left)
+        hub.files["a.bin"], hub.seen = content, []
+        assert fineweb_edu.Fetch(url, path).wait() == path and len(hub.seen) == requests
+        assert path.read_bytes() == (content if requests else left) and not list(tmp_path.glob("*.part"))
+    path.unlink()
+    assert fineweb_edu.Fetch(f"{hub.url}/b.bin", tmp_path / "b.bin").wait() is None and hub.slept == [1] * 2
+    hub.shutdown(), hub.server_close()   # no network
+    hub.slept.clear()
+    with pytest.raises(OSError, match="Connection refused.*check the network"):
+        fineweb_edu.Fetch(url, path).wait()
+    assert hub.slept == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_fetch_killed(hub, tmp_path):
+    """kill -9 half way, and another run: it asks for the rest only. Two runs at once do not mix their
+    bytes."""
+    hub.files["a.bin"], hub.faults = token_bytes(900_000), ["cut", "stall"]
+    code = ("import sys, pathlib; from data import fineweb_edu as f\n"
+            "f.Fetch(sys.argv[1], pathlib.Path(sys.argv[2])).wait()")
+    argv = [sys.executable, "-c", code, f"{hub.url}/a.bin", str(tmp_path / "a.bin")]
+    process = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
+    while len(hub.seen) < 2:
+        time.sleep(0.01)
+    other = fineweb_edu.Fetch(f"{hub.url}/a.bin", tmp_path / "a.bin")
+    other.join(0.2)
+    assert other.is_alive() and len(hub.seen) == 2   # it waits for the first
+    process.kill()
+    process.wait()
+    assert read_tokens(other.wait()).tolist() == list(np.arange(900_000) % 50257)
+    assert hub.seen[2][1] == f"bytes={len(token_bytes(900_000)) * 2 // 5 // 2**20 * 2**20}-"
+    hub.stalled.set()
+
+
+def test_disk_full(hub, go, capsys):
+    """A disk that is full ends in one line, and the last step is saved."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    hub.files["edu_fineweb_train_000002.bin"] = token_bytes(600_000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.Run, "save", lambda run, name: run.saved.append(run.step))
+        patch.setattr(train.Run, "saved", [], raising=False)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large.*make room.*--keep_shards=2"):
+                go("--data=fineweb_edu", "--max_steps=9")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert train.Run.saved == [5]
+    hub.faults, _ = ["404"], capsys.readouterr()
+    assert "status 404" in refusal(lambda argv: go("--data=fineweb_edu_10b", "--out_dir=a"), [], capsys)
+
+
+def test_streaming(hub, go, capsys, monkeypatch):
+    """Three shards, killed in the second and resumed without the files, end as an unbroken run does; shards
+    come one ahead and no sooner, and old ones go where that is asked for."""
+    options = ["--data=fineweb_edu", "--max_steps=20", "--eval_interval=4", "--n_rec=2"]
+    monkeypatch.setenv("HF_ENDPOINT", hub.url + "/")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    go(*options, "--out_dir=whole")
+    assert "epoch 2 begins" in capsys.readouterr().out
+    names = [path.rsplit("/")[-1] for path, _, _ in hub.seen]
+    assert names[:4] == ["edu_fineweb_val_000000.bin", *(f"edu_fineweb_train_{i:06}.bin" for i in (1, 2, 3))]
+    assert {(token, path.count("//")) for path, _, token in hub.seen} == {("Bearer secret", 0)}
+    folder = Path("data/fineweb-edu-100B-gpt2-token-shards")
+    assert hub.seen[0][0] == f"/datasets/karpathy/{folder.name}/resolve/main/edu_fineweb_val_000000.bin"
+    for path in folder.iterdir():
+        path.unlink()
+    code = ("import os, sys, torch, train; step = train.Run.train_step\n"
+            "def killed(run):\n"
+            "    os.kill(os.getpid(), 9) if run.step == 7 else None\n"
+            "    return step(run)\n"
+            "torch.set_num_threads(1); train.Run.train_step = killed; train.main(sys.argv[1:])\n")
+    argv = [sys.executable, "-c", code, "--data_dir=data", *SMALL, *options, "--keep_shards=2"]
+    result = subprocess.run(argv, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+    assert result.returncode == -9 and torch.load("out/ckpt.pt", weights_only=True)["step"] == 4
+    for path in folder.iterdir():
+        path.unlink()
+    hub.seen.clear()
+    assert train.main(["--resume=out", "--data_dir=data", "--keep_shards=2"]) == 0
+    assert same(weights("whole/ckpt.pt"), weights("out/ckpt.pt"))
+    assert sorted(p.name[-5] for p in folder.glob("*train*.bin")) == ["2", "3"]   # of the second epoch
+    assert "tiktoken" not in sys.modules
+
+
+def test_shards_ahead(hub, tmp_path, capsys):
+    """The next shard is fetched meanwhile, and waited for with a bar; what failed then is tried again."""
+    hub.files["edu_fineweb_train_000001.bin"] = token_bytes(9)
+    hub.faults = ["", "", "stall"]
+    source = fineweb_edu.source("fineweb_edu", tmp_path, 0)
+    reader = Reader(source.train, 1, 4, seed=0)
+    next(reader), next(reader)
+    while len(hub.seen) < 3:
+        time.sleep(0.01)
+    assert not list(tmp_path.rglob("*_000002.bin"))
+    threading.Timer(1, hub.stalled.set).start()
+    next(reader)
+    assert "edu_fineweb_train_000002.bin: " in capsys.readouterr().err
+    source.train.ahead[2].join()
+    hub.faults = ["401"]
+    source = fineweb_edu.source("fineweb_edu", tmp_path, 0)
+    (next(tmp_path.rglob("*_000002.bin"))).unlink()
+    source.train(0)
+    source.train.ahead[1].join()
+    assert isinstance(source.train.ahead[1].error, OSError) and source.train(1).exists()
+    assert source.train(3) is None and source.vocab_size == 50304 and source.tokenizer == "gpt2"
+    source.val.write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="is not a token file"):
+        val_batches(source.val, 1, 4, 1, torch.device("cpu"))
+    next(tmp_path.rglob("*_000002.bin")).write_bytes(token_bytes(9)[:-1])
+    with pytest.raises(ValueError, match="damaged.*delete it"):
+        source.train(1)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1154,3 +1467,31 @@ def test_sample(go, capsys, monkeypatch):
                           ("--num_samples=0", "num_samples=0"), ("--threshold=2", "threshold=2"),
                           ("--out_dir=no", "no")]:
         assert words in refusal(sample.main, [option], capsys)
+
+
+def test_gpt2_text(go, capsys, monkeypatch, hub):
+    """A checkpoint says how its ids become text: here by tiktoken, with a vocabulary of bytes and of pairs
+    that begin with a space; padded ids are not drawn. Where tiktoken has no vocabulary, a line says so."""
+    import tiktoken
+    go("--data=fineweb_edu", "--max_steps=1", "--n_rec=2")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "nothing")
+    for name in ("HTTPS_PROXY", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name)
+    capsys.readouterr()
+    assert "TIKTOKEN_CACHE_DIR" in refusal(sample.main, ["--device=cpu"], capsys)
+    ranks = {bytes([i]): i for i in range(256)} | {b" " + bytes([i]): 256 + i for i in range(256)}
+    ranks |= {b"%05d" % i: i for i in range(512, 50256)}
+    gpt2 = tiktoken.Encoding("gpt2", pat_str=r" ?\S+|\s+", mergeable_ranks=ranks,
+                             special_tokens={"<|endoftext|>": 50256})
+    monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": gpt2}.get)
+    assert fineweb_edu.encode(" a<|endoftext|>") == [256 + ord("a"), *b"<|endoftext|>"]
+    assert fineweb_edu.decode([256 + ord("a"), fineweb_edu.EOF, 98]) == b" ab"
+    checkpoint = torch.load("out/ckpt.pt", weights_only=True)
+    checkpoint["model"]["wte.weight"][50257:] *= 1000   # padding would win nearly every draw
+    torch.save(checkpoint, "out/ckpt.pt")
+    for prompt in ("once upon a <|endoftext|>", "\udcff"):
+        options = ["--device=cpu", f"--prompt={prompt}", "--max_new_tokens=40", "--temperature=5"]
+        assert sample.main(options) == 0
+        assert " of 2 over " in capsys.readouterr().out

@@ -4,6 +4,8 @@
     python train.py --n_rec=1 --out_dir=out_plain          the plain Transformer that it is compared with
     python train.py --router=token --cache=shared --out_dir=out_token
     python train.py --data=my_novel.txt --max_steps=2e3 --out_dir=out_novel
+    python train.py --model=360m --flops=16.5e18           the paper's sizes stream FineWeb-Edu
+    torchrun --nproc_per_node=8 train.py --model=360m      on several GPUs
     python train.py --resume=out                           go on where a run was stopped
     python train.py --help                                 every option, its default and what it does
 """
@@ -19,37 +21,41 @@ import signal
 import sys
 import time
 import zipfile
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 import torch
+from torch import distributed as dist
 
-from data import python_source
+from data import fineweb_edu, python_source
 from data.shards import Reader, val_batches
-from mor import MoR, MoRConfig, PRESETS, n_params
+from mor import MoR, MoRConfig, PRESETS, flops_per_token, n_params
 
 # ------------------------------------------------------------------------------------------------------------
 # Options
 
 @dataclass
 class TrainConfig:
-    """How to train. The defaults are those of the tiny model on two CPU cores; `machine` has others."""
-    model: Literal[tuple(PRESETS)] = "tiny"  # sizes to start from; each can be given by itself as well
-    data: str = "python"  # python: the source of Python's standard library; else a text file or a folder
-    data_dir: str = "data"  # where token files are built
+    """How to train. Defaults are those of tiny on two CPU cores; `machine` and `recipe` have others."""
+    model: Literal[tuple(PRESETS)] = "tiny"  # sizes to start from, and recipe; 360m on an NVIDIA GPU
+    data: str = "python"  # python: the source of its library; fineweb_edu, fineweb_edu_10b; a file or folder
+    data_dir: str = "data"  # where token files are built, and shards kept
+    keep_shards: int = 0  # delete shards but for this many, 2 or more; 0: keep all that were fetched
     out_dir: str = "out"  # where checkpoints and log.jsonl go
     resume: str = ""  # a checkpoint, or a folder with a ckpt.pt, to go on from
     max_steps: int = 2200  # optimizer steps in all
-    batch_size: int = 8  # rows of block_size tokens in a micro-batch
-    grad_accum: int = 1  # micro-batches in a step
+    flops: float = 0.0  # instead of max_steps: forward FLOPs as the paper counts them, as in 16.5e18
+    batch_size: int = 8  # rows of block_size tokens in a micro-batch, on each device
+    batch_tokens: int = 0  # tokens in a step, from as many micro-batches as it takes; 0: one on each device
     learning_rate: float = 5e-3  # peak of the schedule
     schedule: Literal["wsd", "cosine"] = "wsd"  # wsd: up, plateau, down to 0 over the last 20 % of the steps
-    warmup_steps: int = -1  # steps from 0 to the peak; -1: 5 % of max_steps
+    warmup_steps: int = -1  # steps from 0 to the peak; -1: 5 % of the steps
     capacity_warmup: int = 0  # expert-choice: steps in which capacities come down from all tokens to theirs
     keep_steps: str = ""  # steps whose checkpoints are kept as step_N.pt to branch off from, as in 400,800
     eval_interval: int = 550  # steps between evaluations; each saves ckpt.pt
-    eval_batches: int = 50  # batches in an evaluation
+    eval_rows: int = 400  # rows of validation text in an evaluation
     log_interval: int = 50  # steps between log lines
     seed: int = 1337  # of the weights and of the order of the data
     device: str = "auto"  # cpu, cuda, cuda:1, mps; auto: the best there is
@@ -68,11 +74,27 @@ class TrainConfig:
             raise ValueError(f"seed={self.seed} must be 0 to {2**32 - 1}")
         if not re.fullmatch(r"(\d+(,\d+)*)?", self.keep_steps):
             raise ValueError(f"keep_steps={self.keep_steps} must be steps, as in 400,800")
+        if self.keep_shards == 1:
+            raise ValueError("keep_shards=1 must be 2 or more, one in use and one ahead, or 0 to keep all")
+        if not 0 <= self.flops < math.inf:
+            raise ValueError(f"flops={self.flops} must be a number that is not negative")
+
+    def grad_accum(self, block_size, world):
+        """Micro-batches of a step on each of `world` devices."""
+        tokens = self.batch_size * block_size * world
+        if self.batch_tokens % tokens:
+            raise ValueError(f"batch_tokens={self.batch_tokens} must be a multiple of {tokens}: batch_size="
+                             f"{self.batch_size} rows of {block_size} tokens on {world} device(s)")
+        return max(1, self.batch_tokens // tokens)
 
 
 # What a resumed run may change; all else decides what is computed, and has to be as the checkpoint says.
-CHANGEABLE = {"data_dir", "out_dir", "resume", "max_steps", "keep_steps", "eval_interval", "eval_batches",
-              "log_interval", "device", "compile"}
+CHANGEABLE = {"data_dir", "keep_shards", "out_dir", "resume", "max_steps", "flops", "keep_steps",
+              "eval_interval", "eval_rows", "log_interval", "device", "compile"}
+
+# Dense bfloat16 FLOP/s of GPUs, from their data sheets, by a part of their names.
+PEAK = {"H100 80GB HBM3": 989.4e12, "H100 PCIe": 756e12, "H200": 989.4e12, "A100": 312e12,
+        "RTX 4090": 165.2e12}
 
 
 def fail(message):
@@ -99,7 +121,8 @@ def guarded(main):
         memory = re.search("out of memory|allocate memory|overflow", str(error))
         if isinstance(error, RuntimeError) and not memory:
             raise
-        fail("out of memory: choose a smaller model, --block_size or --batch_size (with more --grad_accum)")
+        fail("out of memory: choose a smaller --batch_size (--batch_tokens keeps the step), --block_size or "
+             "model")
 
 
 def whole(text):
@@ -154,28 +177,57 @@ def pick_device(name):
 def machine(device):
     """Defaults that depend on the machine, and why."""
     if device.type == "cuda":
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-        return dict(dtype="bfloat16" if fast else "float32", compile=True), "an NVIDIA GPU, so compiled"
+        dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+        return dict(model="360m", dtype=dtype, compile=True), "an NVIDIA GPU, so compiled"
     abilities = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
     if any(abilities.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16")):
         return dict(dtype="bfloat16"), "a processor that multiplies bfloat16"
     return {}, "nothing here multiplies bfloat16 fast, so float32"
 
 
-def settle(given, checkpoint):
-    """MoRConfig and TrainConfig of this run: command line over checkpoint, or over preset and machine."""
+def recipe(model, device, batch_tokens=2**19):
+    """Defaults that depend on the model: tiny has TrainConfig's, the paper's sizes those of its ablations,
+    10B tokens, except that a step has a quarter of the paper's tokens."""
+    if model == "tiny":
+        return {}
+    rows = 1   # in a micro-batch: a power of two, up to the paper's 16, and about 5 GB for each
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        rows = 2 ** max(0, min(4, int(math.log2(memory / 5e9))))
+    return dict(data="fineweb_edu", learning_rate=3e-3, batch_size=rows, batch_tokens=batch_tokens,
+                max_steps=max(1, 10**10 // max(1, batch_tokens)), log_interval=10, eval_interval=1000,
+                eval_rows=800)
+
+
+def settle(given, checkpoint, world=1):
+    """MoRConfig and TrainConfig of this run: command line over checkpoint, or over machine and recipe."""
+    if "flops" in given and "max_steps" in given:
+        raise ValueError(f"--flops={given['flops']} and --max_steps={given['max_steps']}: give one of them")
     if checkpoint:
         path = checkpoint["path"]
-        base = {**checkpoint["config"], **checkpoint["train_config"], "out_dir": str(path.parent)}
+        base = {**checkpoint["config"], **checkpoint["train_config"], "flops": 0.0,
+                "out_dir": str(path.parent)}
         for name, value in given.items():
             if name not in CHANGEABLE and value != base[name]:
                 raise ValueError(f"--{name}={value} contradicts {name}={base[name]} of {path}: leave it out, "
                                  "or start a new run without --resume")
     else:
-        base = {**machine(pick_device(given.get("device", "auto")))[0], **PRESETS[given.get("model", "tiny")]}
+        device = pick_device(given.get("device", "auto"))
+        base = {"model": "tiny", **machine(device)[0], **given}
+        step = {"batch_tokens": given["batch_tokens"]} if "batch_tokens" in given else {}
+        base.update({**PRESETS[base["model"]], **recipe(base["model"], device, **step)})
     base.update(given)
     ours = {f.name: base.pop(f.name) for f in fields(MoRConfig) if f.name in base}
-    return MoRConfig(**ours), TrainConfig(**base)
+    config, tc = MoRConfig(**ours), TrainConfig(**base)
+    if tc.flops:
+        rows = tc.batch_size * tc.grad_accum(config.block_size, world) * world
+        cost = flops_per_token(config, config.block_size, paper=True) * config.block_size * rows
+        tc.max_steps = int(tc.flops / cost)
+        if tc.max_steps < 1:
+            raise ValueError(f"flops={tc.flops} are less than one step, which takes {cost:.2e}")
+    if tc.warmup_steps < 0:   # for good, so that a branch or a longer run keeps it
+        tc.warmup_steps = round(0.05 * tc.max_steps)
+    return config, tc
 
 
 def check_out_dir(tc, checkpoint):
@@ -205,7 +257,8 @@ def load_checkpoint(path):
         model = MoR(MoRConfig(**checkpoint["config"]))
         model.load_state_dict(checkpoint["model"])
         TrainConfig(**checkpoint["train_config"])
-        assert {"step", "optimizer", "reader", "rng", "data"} <= set(checkpoint), "parts of it are missing"
+        parts = {"step", "optimizer", "reader", "rng", "data", "tokenizer"}
+        assert parts <= set(checkpoint), "parts of it are missing"
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error)[:80]}"
         raise ValueError(f"{path} is not a checkpoint of this project ({reason})") from None
@@ -230,7 +283,7 @@ def save_checkpoint(path, state):
 
 def lr_at(step, config):
     """Learning rate of a step (from 0): wsd is the paper's trapezoid, cosine ends at a tenth of the peak."""
-    warmup = config.warmup_steps if config.warmup_steps >= 0 else round(0.05 * config.max_steps)
+    warmup = config.warmup_steps
     up = (step + 1) / max(1, warmup)
     if config.schedule == "wsd":
         return config.learning_rate * min(1.0, up, (config.max_steps - step) / (0.2 * config.max_steps))
@@ -285,11 +338,33 @@ def pulse(numbers):
     return " | ".join(words)
 
 
+def join():
+    """Which of how many processes this is: those that torchrun started, one for each GPU; else 0 of 1."""
+    if not dist.is_torchelastic_launched():
+        return 0, 1
+    if not dist.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        dist.init_process_group()
+    return dist.get_rank(), dist.get_world_size()
+
+
+def mean_over_ranks(numbers):
+    """Tensors by name -> their means over all processes, in one exchange."""
+    flat = torch.cat([value.detach().flatten().float() for value in numbers.values()])
+    dist.all_reduce(flat)
+    parts = (flat / dist.get_world_size()).split([value.numel() for value in numbers.values()])
+    return {name: part.view_as(value) for (name, value), part in zip(numbers.items(), parts)}
+
+
 class Run:
     """One training run: model, optimizer, data and step, all that a checkpoint holds."""
     def __init__(self, config, tc, source, checkpoint=None):
         self.config, self.tc, self.source, self.step = config, tc, source, 0
-        self.device = pick_device(tc.device)
+        self.device, (self.rank, self.world) = pick_device(tc.device), join()
+        self.grad_accum = tc.grad_accum(config.block_size, self.world)
+        self.tokens = tc.batch_size * config.block_size * self.grad_accum * self.world   # in a step
+        torch.set_float32_matmul_precision("high")   # TF32 where there is a GPU and no bfloat16
         torch.manual_seed(tc.seed)
         self.model = (checkpoint["model"] if checkpoint else MoR(config)).to(self.device).train()
         self.optimizer = make_optimizer(self.model, tc)
@@ -297,11 +372,15 @@ class Run:
             self.step = checkpoint["step"]
             self.optimizer.load_state_dict(checkpoint["optimizer"])
             torch.set_rng_state(checkpoint["rng"])
+        if self.rank:   # noise of its own
+            torch.manual_seed((tc.seed + self.rank + 1000 * self.step) % 2**32)
         self.reader = Reader(source.train, tc.batch_size, config.block_size, tc.seed, self.device,
-                             checkpoint and checkpoint["reader"])
+                             checkpoint and checkpoint["reader"], self.rank, self.world)
         # Expert-choice has the same shapes at every step; token-choice has new ones, and runs uncompiled.
         static = not (config.routed and config.router == "token")
         self.forward = torch.compile(self.model, fullgraph=True) if tc.compile and static else self.model
+        if self.world > 1:
+            self.forward = torch.nn.parallel.DistributedDataParallel(self.forward, broadcast_buffers=False)
 
     def save(self, name):
         if not all(p.isfinite().all() for p in self.model.parameters()):
@@ -311,7 +390,19 @@ class Run:
                      model=self.model.state_dict(), optimizer=self.optimizer.state_dict(),
                      reader=self.reader.state, rng=torch.get_rng_state(),
                      tokenizer=self.source.tokenizer, data=self.source.name)
-        save_checkpoint(Path(self.tc.out_dir) / name, state)
+        if self.rank == 0:
+            save_checkpoint(Path(self.tc.out_dir) / name, state)
+
+    def batches(self):
+        """The micro-batches of a step. Where data cannot be had, the steps so far are saved."""
+        position = dict(self.reader.state)
+        try:
+            return [next(self.reader) for _ in range(self.grad_accum)]
+        except (OSError, ValueError):
+            self.reader.state = position
+            if self.step:
+                self.save("ckpt.pt")
+            raise
 
     def train_step(self):
         """One optimizer step. Its numbers are returned as tensors on the device: nothing waits for them."""
@@ -320,14 +411,16 @@ class Run:
             group["lr"] = lr_at(self.step, tc) * group["scale"]
         # DIFFERS: counted in steps; the released code counts forward calls, which accumulation multiplies.
         k = config.capacity(config.block_size, min(1.0, (self.step + 1) / max(1, tc.capacity_warmup)))
-        for _ in range(tc.grad_accum):
-            x, y = next(self.reader)
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=tc.dtype == "bfloat16"):
-                _, loss, routing = self.forward(x, y, causal=False, k=k)
-            # DIFFERS: every loss is a mean over the step; the released code sums the auxiliary one over it.
-            (loss / tc.grad_accum).backward()
+        for i, (x, y) in enumerate(self.batches(), 1):
+            # Processes exchange gradients once a step, with the last micro-batch.
+            with self.forward.no_sync() if self.world > 1 and i < self.grad_accum else nullcontext():
+                with torch.autocast(self.device.type, torch.bfloat16, enabled=tc.dtype == "bfloat16"):
+                    _, loss, routing = self.forward(x, y, causal=False, k=k)
+                # DIFFERS: all losses are means over the step; the released code sums the auxiliary one up.
+                (loss / self.grad_accum).backward()
             for name, value in {**routing.health, **routing.losses}.items():
-                numbers[name] = numbers.get(name, 0.0) + value.detach() / tc.grad_accum
+                numbers[name] = numbers.get(name, 0.0) + value.detach() / self.grad_accum
+        numbers = mean_over_ranks(numbers) if self.world > 1 else numbers
         numbers["norm"] = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -337,10 +430,32 @@ class Run:
         return numbers
 
 
+def use(run, numbers):
+    """The GPU's part of a log line: the share of its peak in use, by the FLOPs that are executed, where that
+    peak is known, and the memory that it took."""
+    if run.device.type != "cuda":
+        return ""
+    numbers["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    peak = [flops for name, flops in PEAK.items() if name in torch.cuda.get_device_name()]
+    if peak and run.tc.dtype == "bfloat16":
+        cost = 3 * flops_per_token(run.config, run.config.block_size)   # forward, and twice that backward
+        numbers["mfu"] = cost * numbers["tokens_per_s"] / (peak[0] * run.world)
+    share = f" | mfu {100 * numbers['mfu']:.0f}%" if "mfu" in numbers else ""
+    return f"{share} | {numbers['peak_gb']:.1f}GB"
+
+
+def asked(stop, world):
+    """Whether any process was asked to stop: all stop at the same step."""
+    flag = torch.tensor(float(bool(stop)))
+    if world > 1:
+        dist.all_reduce(flag)
+    return flag.item() > 0
+
+
 def train(run, log):
     """Step until max_steps or Ctrl-C; log, evaluate and save on the way."""
     tc, stop, halt, losses, clock = run.tc, [], False, [], time.perf_counter()
-    val = val_batches(run.source.val, tc.batch_size, run.config.block_size, tc.eval_batches, run.device)
+    val = val_batches(run.source.val, tc.batch_size, run.config.block_size, tc.eval_rows, run.device)
     keep = {int(s) for s in tc.keep_steps.split(",") if s}
 
     def ask(signum, frame):
@@ -358,18 +473,17 @@ def train(run, log):
         numbers = run.train_step()
         losses.append(numbers["lm"])
         last = run.step == tc.max_steps
-        halt, evaluating = last or bool(stop), last or run.step % tc.eval_interval == 0
+        halt, evaluating = last or asked(stop, run.world), last or run.step % tc.eval_interval == 0
         if halt or evaluating or run.step in keep or run.step % tc.log_interval == 0 or run.step == 1:
             numbers = {name: value.tolist() for name, value in numbers.items()}   # waits for the device
             lm, speed = torch.stack(losses).mean().item(), len(losses) / (time.perf_counter() - clock)
             if not math.isfinite(lm + numbers["norm"]):
                 raise ValueError(f"loss {lm}, gradient {numbers['norm']} at step {run.step}: start again with"
                                  f" --learning_rate below {tc.learning_rate}; no checkpoint was lost")
-            tokens = speed * tc.batch_size * tc.grad_accum * run.config.block_size
-            numbers.update(lm=lm, lr=lr_at(run.step - 1, tc), tokens_per_s=tokens)
+            numbers.update(lm=lm, lr=lr_at(run.step - 1, tc), tokens_per_s=speed * run.tokens)
             record(numbers, f"step {run.step}/{tc.max_steps} | loss {lm:.3f} | lr {numbers['lr']:.1e} | norm "
-                   f"{numbers['norm']:.2f} | {tokens / 1e3:.1f}k tok/s{pulse(numbers)} | "
-                   f"eta {(tc.max_steps - run.step) / speed / 60:.1f}m")
+                   f"{numbers['norm']:.2f} | {speed * run.tokens / 1e3:.1f}k tok/s{use(run, numbers)}"
+                   f"{pulse(numbers)} | eta {(tc.max_steps - run.step) / speed / 60:.1f}m")
             losses, clock = [], time.perf_counter()
         if evaluating:
             numbers = evaluate(run.model, val, tc.dtype)
@@ -386,14 +500,19 @@ def train(run, log):
 
 
 def main(argv):
-    given = parse(argv, __doc__, MoRConfig, TrainConfig)
+    given, (rank, world) = parse(argv, __doc__, MoRConfig, TrainConfig), join()
+    if rank:   # one process speaks, and writes
+        sys.stdout = open(os.devnull, "w")
     checkpoint = load_checkpoint(given["resume"]) if given.get("resume") else None
-    config, tc = settle(given, checkpoint)
+    config, tc = settle(given, checkpoint, world)
     device = pick_device(tc.device)
     print(f"{device}: {machine(device)[1]}. Chosen: --model={tc.model} --data={tc.data} --dtype={tc.dtype} "
           f"--compile={tc.compile}; --help lists what else there is")
     check_out_dir(tc, checkpoint)
-    source = python_source.source(tc.data, tc.data_dir)
+    if tc.data in fineweb_edu.SETS:
+        source = fineweb_edu.source(tc.data, tc.data_dir, tc.keep_shards)
+    else:
+        source = python_source.source(tc.data, tc.data_dir)
     if "vocab_size" not in given and not checkpoint:
         config.vocab_size = source.vocab_size
     if config.vocab_size < source.vocab_size:
@@ -405,7 +524,7 @@ def main(argv):
     print(f"{n_params(config):,} parameters, {config.effective_depth} layers deep: {config.n_shared} shared "
           f"x {config.n_rec} + {config.n_unshared}")
     print("config", *(f"{name}={value}" for name, value in settings.items() if value != ""))
-    with open(Path(tc.out_dir) / "log.jsonl", "a") as log:
+    with open(os.devnull if rank else Path(tc.out_dir) / "log.jsonl", "a") as log:
         log.write(json.dumps({"argv": argv, "torch": torch.__version__, **settings}) + "\n")
         train(run, log)
     done, out = run.step == tc.max_steps, shlex.quote(tc.out_dir)

@@ -17,7 +17,7 @@ class Source(NamedTuple):
     train: Callable  # shard number -> path of that training file, or None past the last one
     val: Path  # file of validation tokens
     name: str  # of exactly these tokens: other text has another name
-    vocab_size: int  # token ids are below this
+    vocab_size: int  # rows that an embedding needs: token ids are below this
     tokenizer: str  # how ids become text
 
 
@@ -35,12 +35,17 @@ def write_tokens(path, chunks):
     return n
 
 
+def count_tokens(path):
+    """Number of tokens that the header of a file promises. ValueError if it is not that of a token file."""
+    header = np.fromfile(path, dtype="<i4", count=256)
+    if len(header) < 256 or header[0] != MAGIC or header[1] != VERSION or header[2] < 0:
+        raise ValueError(f"{path} is not a token file: magic {MAGIC} and version {VERSION} are missing")
+    return int(header[2])
+
+
 def read_tokens(path):
     """The tokens of a file, a uint16 array that stays on disk. ValueError if it is not a whole token file."""
-    size, header = os.path.getsize(path), np.fromfile(path, dtype="<i4", count=256)
-    if size < HEADER or header[0] != MAGIC or header[1] != VERSION:
-        raise ValueError(f"{path} is not a token file: magic {MAGIC} and version {VERSION} are missing")
-    n = int(header[2])
+    n, size = count_tokens(path), os.path.getsize(path)
     if size != HEADER + 2 * n:
         raise ValueError(f"{path} is damaged: it has {size} bytes, but {n} tokens make {HEADER + 2 * n}")
     return np.memmap(path, dtype="<u2", mode="r", offset=HEADER, shape=n) if n else np.zeros(0, dtype="<u2")
@@ -57,10 +62,13 @@ class Reader:
     """Endless batches of B rows of T tokens, shard after shard, a shard's windows in a seeded random order.
 
     An epoch predicts every token once, except a shard's first and the fewer than T left over at its end.
-    `state` is the exact position: a reader that is given it goes on as if it had never stopped.
+    `state` is the exact position: a reader that is given it goes on as if it had never stopped. Of `world`
+    readers, each takes B of every world * B rows, and all have the same state.
     """
-    def __init__(self, shard, B, T, seed, device=torch.device("cpu"), state=None):
+    # DIFFERS: the released code reads in order; shuffled within a shard, rows of a batch are unrelated texts.
+    def __init__(self, shard, B, T, seed, device=torch.device("cpu"), state=None, rank=0, world=1):
         self.shard, self.B, self.T, self.seed, self.device = shard, B, T, seed, device
+        self.rank, self.world = rank, world
         self.state = dict(state or {"epoch": 0, "shard": 0, "window": 0})
         self.barren = state is None   # until a window is found
         self.open()
@@ -74,6 +82,7 @@ class Reader:
                 raise ValueError(f"the training data has no {self.T + 1} tokens in a row: give more text, or "
                                  f"a --block_size below {self.T}")
             s.update(epoch=s["epoch"] + 1, shard=0, window=0)
+            print(f"the data has been read to its end: epoch {s['epoch'] + 1} begins", flush=True)
             path = self.shard(0)
         self.tokens = read_tokens(path)
         n = max(0, (len(self.tokens) - 1) // self.T)
@@ -83,23 +92,25 @@ class Reader:
     def __next__(self):
         """Inputs and targets (B, T), int64, on the device."""
         windows, s = torch.empty(self.B, self.T + 1, dtype=torch.int64), self.state
-        for row in windows:
+        for i in range(self.world * self.B):
             while s["window"] >= len(self.order):
                 s.update(shard=s["shard"] + 1, window=0)
                 self.open()
-            start = self.order[s["window"]] * self.T
-            row.copy_(torch.from_numpy(self.tokens[start:start + self.T + 1].astype(np.int64)))
+            if i // self.B == self.rank:
+                start = self.order[s["window"]] * self.T
+                window = self.tokens[start:start + self.T + 1].astype(np.int64)
+                windows[i % self.B] = torch.from_numpy(window)
             s["window"] += 1
         return batch(windows, self.device)
 
 
 def val_batches(path, B, T, n, device):
-    """Up to n batches of B rows, spread evenly over a validation file, the same ones every time."""
+    """Up to n rows in batches of B, spread evenly over a validation file, the same ones every time."""
     tokens = read_tokens(path)
     total = (len(tokens) - 1) // T
     if total < 1:
         raise ValueError(f"{path} has {len(tokens)} tokens, but validation needs {T + 1}: give more text, or "
                          f"a --block_size below {T}")
-    picks = np.linspace(0, total - 1, min(n * B, total)).round().astype(int)
+    picks = np.linspace(0, total - 1, min(n, total)).round().astype(int)
     windows = torch.stack([torch.from_numpy(tokens[i * T:(i + 1) * T + 1].astype(np.int64)) for i in picks])
     return [batch(rows, device) for rows in windows.split(B)]

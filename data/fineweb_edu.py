@@ -1,0 +1,262 @@
+"""FineWeb-Edu, streamed: public shards of 100M GPT-2 tokens each, fetched one ahead of the one in training.
+
+Training needs no tokenizer, for the shards hold ids already. Only text does: tiktoken's gpt2.
+"""
+import hashlib
+import os
+import re
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import requests
+from tqdm import tqdm
+
+from data.shards import HEADER, Source, count_tokens, read_tokens
+
+try:
+    import fcntl
+except ImportError:   # Windows: two runs must not share a --data_dir there
+    fcntl = None
+
+# --data -> dataset on the Hugging Face hub, and how the names of its files begin.
+SETS = {"fineweb_edu": ("karpathy/fineweb-edu-100B-gpt2-token-shards", "edu_fineweb"),
+        "fineweb_edu_10b": ("kjj0/finewebedu10B-gpt2", "finewebedu")}
+EOF = 50256   # <|endoftext|>; in the shards it stands before each document
+VOCAB_SIZE = 50257
+PADDED = 50304   # rows of the embedding: a multiple of 128, which GPUs multiply faster
+VAL_TOKENS = 10_000_000   # of the 100M in the validation file
+CHUNK = 1 << 20   # bytes read at a time
+TRIES = 8   # failures in a row before a fetch gives up, with 1, 2, 4, ... seconds in between
+LONGEST_WAIT = 300   # seconds that a server can ask for
+
+
+@contextmanager
+def alone(folder):
+    """Wait for, then hold, the lock of a folder: no two processes write the same part."""
+    with open(folder / "lock", "w") as lock:
+        if fcntl:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+class Fetch(threading.Thread):
+    """One token file on its way from url to path, in the background; with a limit, only its first tokens.
+
+    What has come lies in a part, a file named after the version (ETag) that it is of; the next try, or run,
+    goes on from its end. The final name appears when magic, version, count and size agree.
+    """
+    def __init__(self, url, path, limit=None):
+        super().__init__(daemon=True)   # a run that ends does not wait for it
+        self.url, self.path, self.limit = url, path, limit
+        self.total = self.error = None
+        self.start()
+
+    def wait(self):
+        """The path, or None where the server has no such file; a bar meanwhile. Raises what went wrong."""
+        with tqdm(desc=self.path.name, unit="B", unit_scale=True, delay=0.5,
+                  disable=os.environ.get("LOCAL_RANK", "0") != "0") as bar:
+            while self.is_alive():
+                self.join(0.1)
+                bar.total = self.total
+                bar.update(self.have() - bar.n)
+        if self.error:
+            raise self.error
+        return self.path if self.path.exists() else None
+
+    def part(self):
+        """The part that there is, or None."""
+        return next(self.path.parent.glob(f"{self.path.name}.*.part"), None)
+
+    def have(self):
+        """Bytes that have come."""
+        try:
+            return self.part().stat().st_size
+        except (AttributeError, FileNotFoundError):   # none yet, or renamed this moment
+            return self.total if self.total and self.path.exists() else 0
+
+    def run(self):
+        try:
+            if not self.path.exists():
+                with alone(self.path.parent):
+                    self.fetch()
+        except Exception as error:   # for the thread that waits
+            self.error = error
+
+    def fetch(self):
+        """Try until the file is there, or there is none, or it is clear that it cannot be had."""
+        failures, most = 0, self.have()
+        while not self.path.exists():
+            try:
+                self.request()
+            except requests.RequestException as error:
+                moved = self.have() >= most + CHUNK
+                failures, most = 1 if moved else failures + 1, max(most, self.have())
+                status = getattr(error.response, "status_code", None)
+                if status == 404:
+                    return
+                reason = f"status {status}" if status else re.sub(r".*[:>] ", "", str(error)).strip("')\" ")
+                if isinstance(error, requests.exceptions.ChunkedEncodingError):
+                    reason = "the answer broke off"
+                if (isinstance(error, ValueError) or failures == TRIES
+                        or status and 400 <= status < 500 and status not in (408, 416, 425, 429)):
+                    raise OSError(f"{self.url} cannot be had ({reason}): check the network, HF_ENDPOINT and "
+                                  "HF_TOKEN; --data=python needs no network") from None
+                after = error.response.headers.get("Retry-After", "") if status else ""
+                pause = min(int(after), LONGEST_WAIT) if after.isdecimal() else 2 ** (failures - 1)
+                tqdm.write(f"{self.path.name}: {reason}; trying again in {pause} s", file=sys.stderr)
+                time.sleep(pause)
+            except OSError as error:
+                raise OSError(f"{self.path} cannot be written ({error.strerror or error}): make room, or "
+                              "choose another --data_dir; --keep_shards=2 bounds what is kept") from None
+
+    def request(self):
+        """Ask once for what is missing. Raises requests.RequestException where some is missing still."""
+        part, have, whole = self.part(), self.have(), None
+        try:
+            whole = part and self.wanted(HEADER + 2 * count_tokens(part))
+        except ValueError:   # too short, or no shard
+            part.unlink()
+            part, have = None, 0
+        if part and have == whole:   # all of it had come before a run was killed
+            return self.finish(part, None)
+        headers = {"Accept-Encoding": "identity", "Range": f"bytes={have}-"}
+        if self.limit:
+            headers["Range"] += str(HEADER + 2 * self.limit - 1)
+        if token := os.environ.get("HF_TOKEN", "").strip():
+            headers["Authorization"] = f"Bearer {token}"   # requests drops it where another host takes over
+        with requests.get(self.url, headers=headers, stream=True, timeout=(10, 30)) as answer:
+            if answer.status_code == 416:   # the part is longer than the file
+                part and part.unlink()
+            answer.raise_for_status()
+            version, first, total = self.describe(answer)
+            name = self.path.with_name(f"{self.path.name}.{version}.part")
+            if first != 0 and (first != have or name != part):
+                part and part.unlink()
+                raise requests.ConnectionError("the server sent other bytes than were asked for")
+            if part and name != part:
+                part.unlink()
+            self.total = total and self.wanted(total)
+            with open(name, "ab" if first else "wb") as f:
+                for chunk in answer.iter_content(CHUNK):
+                    f.write(chunk)
+                    if self.total and f.tell() >= self.total:
+                        f.truncate(self.total)
+                        break
+                f.flush()
+                os.fsync(f.fileno())
+        size = name.stat().st_size
+        if self.total and size < self.total:
+            raise requests.ConnectionError(f"only {size} of {self.total} bytes came")
+        self.finish(name, total or size)
+
+    def wanted(self, total):
+        """Bytes to fetch of a file of total bytes."""
+        return min(total, HEADER + 2 * self.limit) if self.limit else total
+
+    def describe(self, answer):
+        """Which version of the file an answer is of, its first byte, and the bytes of the file, if known."""
+        names = [a.headers.get("X-Linked-ETag") for a in [*answer.history, answer]]   # what the hub says
+        names += [answer.headers.get("ETag"), answer.headers.get("Last-Modified")]   # what the host says
+        version = next(filter(None, names), f"unknown {time.time_ns()}")
+        version = hashlib.sha256(version.encode()).hexdigest()[:16]
+        if answer.status_code != 206:
+            length = answer.headers.get("Content-Length", "")
+            return version, 0, int(length) if length.isdecimal() else None
+        span = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", answer.headers.get("Content-Range", ""))
+        return version, int(span[1]) if span else None, int(span[2]) if span and span[2] != "*" else None
+
+    def finish(self, part, total):
+        """Give a part its final name, if it is what it should be. total: bytes of the whole file."""
+        try:
+            n = count_tokens(part)
+            if total and total != HEADER + 2 * n:
+                raise ValueError(f"it has {total} bytes, but {n} tokens make {HEADER + 2 * n}")
+            if self.limit and n > self.limit:   # a prefix gets a header of its own
+                with open(part, "r+b") as f:
+                    f.seek(8)
+                    f.write(np.array(self.limit, dtype="<i4").tobytes())
+                    os.fsync(f.fileno())
+            check(part)
+        except ValueError as error:
+            begins = part.open("rb").read(15)
+            part.unlink()
+            raise ValueError(f"{self.url} is no shard, beginning with {begins}: {error}") from None
+        os.replace(part, self.path)
+
+
+def check(path):
+    """ValueError if a file is not whole, or not in GPT-2's vocabulary."""
+    tokens = read_tokens(path)
+    if len(tokens) and tokens.max() >= VOCAB_SIZE:
+        raise ValueError(f"{path} holds id {tokens.max()}, but the last of GPT-2's is {VOCAB_SIZE - 1}")
+
+
+class Shards:
+    """Shard number -> path of that training file, or None past the last one; fetches the next one meanwhile.
+
+    keep: how many training files stay, with the one in use and the one ahead; 0: all.
+    """
+    def __init__(self, url, folder, prefix, keep):
+        self.url, self.folder, self.prefix, self.keep, self.ahead = url, folder, prefix, keep, {}
+
+    def fetch(self, i):
+        name = f"{self.prefix}_train_{i + 1:06}.bin"   # the first is 1
+        return Fetch(f"{self.url}/{name}", self.folder / name)
+
+    def __call__(self, i):
+        fetch = self.ahead.pop(i, None)
+        if not fetch or fetch.error:   # what failed in the background may work now
+            fetch = self.fetch(i)
+        path = fetch.wait()
+        if path is None:
+            if i == 0:
+                raise ValueError(f"{fetch.url} does not exist (status 404): check HF_ENDPOINT and HF_TOKEN")
+            return None
+        try:
+            check(path)
+        except ValueError as error:
+            raise ValueError(f"{error}; delete it, and it is fetched again") from None
+        if self.keep:
+            for old in self.folder.glob(f"{self.prefix}_train_*"):
+                number = re.match(r"\d+", old.name[len(self.prefix) + 7:])
+                if number and int(number[0]) - 1 not in range(i + 2 - self.keep, i + 2):
+                    old.unlink(missing_ok=True)
+        self.ahead = {i + 1: self.fetch(i + 1)}
+        return path
+
+
+def source(data, data_dir, keep_shards):
+    """The Source for a name in SETS; waits for the validation tokens if they are not below data_dir yet."""
+    repo, prefix = SETS[data]
+    endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
+    url, folder = f"{endpoint}/datasets/{repo}/resolve/main", Path(data_dir) / repo.split("/")[1]
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"{prefix}_val_000000.bin"
+    val = Fetch(f"{url}/{name}", folder / name, VAL_TOKENS).wait()
+    if val is None:
+        raise ValueError(f"{url}/{name} does not exist (status 404): check HF_ENDPOINT and HF_TOKEN")
+    return Source(Shards(url, folder, prefix, keep_shards), val, repo, PADDED, tokenizer="gpt2")
+
+
+def encoding():
+    """tiktoken's gpt2, which comes from the network once and then from its cache. ValueError if it cannot."""
+    import tiktoken   # here, because only text needs it
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"tiktoken's gpt2 vocabulary cannot be had ({type(error).__name__}): run this once "
+                         "with a network, or set TIKTOKEN_CACHE_DIR to a folder that holds it") from None
+
+
+def encode(text):
+    """Tokens of a text; <|endoftext|> in it is ordinary text."""
+    return encoding().encode_ordinary(text)
+
+
+def decode(tokens):
+    """The bytes of tokens; EOF has none."""
+    return encoding().decode_bytes([t for t in tokens if t != EOF])
