@@ -23,7 +23,9 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import bench
 import sample
 import train
 from data import fineweb_edu, python_source
@@ -558,6 +560,36 @@ def test_compile():
         assert torch.equal(routing.depth, expected[2].depth)
 
 
+class Operations(TorchDispatchMode):
+    """Names of the operations that run."""
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        self.names.add(f.name().split("::")[1].split(".")[0])
+        return f(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [dict(n_rec=1), {}, dict(cache="shared"), dict(router="token"),
+                                  dict(router="token", cache="shared")], ids=name)
+def test_attention_kernels(mode):
+    """A training step runs attention by a fused kernel, forward and backward, and by nothing else; on a GPU
+    in bfloat16 by flash attention or cuDNN's."""
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if gpu else "cpu")
+    model = MoR(MoRConfig(**{**TINY, "n_embd": 256, **mode})).to(device).train()
+    x = torch.randint(96, (2, 32), device=device)
+    with Operations() as operations:
+        with torch.autocast(device.type, torch.bfloat16, enabled=gpu):
+            loss = model(x, x)[1]
+        loss.backward()
+    attention = {n for n in operations.names if "dot_product" in n}
+    kernels = ("flash_attention", "cudnn_attention") if gpu else ("flash_attention_for_cpu",)
+    fused = {f"_scaled_dot_product_{kernel}{way}" for kernel in kernels for way in ("", "_backward")}
+    assert attention <= fused and any(n.endswith("backward") for n in attention)
+
+
 # ------------------------------------------------------------------------------------------------------------
 # Generation
 
@@ -985,27 +1017,30 @@ def test_accumulation(go):
         torch.testing.assert_close(a[i]["exp_avg"], b[i]["exp_avg"], rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("options", [["--aux_coef=1"], ["--router=token", "--balance=loss_free"]],
-                         ids="".join)
-def test_processes(go, text, options):
+def test_processes(go, text):
     """Two processes, and one with twice the batch, make the same steps; one of the two writes."""
-    options = [*options, "--max_steps=3", "--batch_tokens=256", "--log_interval=1", "--eval_interval=2"]
-    go(*options, "--batch_size=4", "--out_dir=one")
-    argv = ["--standalone", "--nproc_per_node=2", str(ROOT / "train.py"), f"--data={text}", "--data_dir=data"]
-    argv = [sys.executable, "-m", "torch.distributed.run", *argv, *SMALL, *options, "--out_dir=two"]
-    result = subprocess.run(argv, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
-    assert result.returncode == 0 and result.stdout.count(b"step 3/3") == 1, result.stderr.decode()
-    one, two = (torch.load(f"{d}/ckpt.pt", weights_only=True) for d in ("one", "two"))
-    assert one["reader"] == two["reader"]
-    for name, w in one["model"].items():
-        torch.testing.assert_close(two["model"][name], w, rtol=1e-3, atol=1e-5)
-    for x, y in zip(*(c["optimizer"]["state"].values() for c in (one, two))):
-        torch.testing.assert_close(x["exp_avg"], y["exp_avg"], rtol=1e-3, atol=1e-7)
-    a, b = ([json.loads(line) for line in open(f"{d}/log.jsonl")][1:] for d in ("one", "two"))
-    assert len(a) == len(b) == 5
-    for x, y in zip(a, b):   # loss, norm, load, agreement: over all rows of the step
-        for key in x.keys() - {"tokens_per_s", "dead", "max_vio", "entropy"}:
-            assert x[key] == pytest.approx(y[key], rel=1e-4, abs=1e-5), key
+    runs = []
+    for mode in (["--aux_coef=1"], ["--router=token", "--balance=loss_free"]):
+        options = ["--max_steps=3", "--batch_tokens=256", "--log_interval=1", "--eval_interval=2", *mode]
+        go(*options, "--batch_size=4", f"--out_dir=one{mode[0]}")
+        runs.append([f"--data={text}", "--data_dir=data", *SMALL, *options, f"--out_dir=two{mode[0]}"])
+    Path("both.py").write_text(f"import train\nfor argv in {runs}:\n    train.main(argv)\n")
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "both.py"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(argv, env=env, capture_output=True)
+    assert result.returncode == 0 and result.stdout.count(b"step 3/3") == 2, result.stderr.decode()
+    for mode in ("--aux_coef=1", "--router=token"):
+        one, two = (torch.load(f"{d}{mode}/ckpt.pt", weights_only=True) for d in ("one", "two"))
+        assert one["reader"] == two["reader"] and one["step"] == two["step"] == 3
+        for name, w in one["model"].items():
+            torch.testing.assert_close(two["model"][name], w, rtol=1e-3, atol=1e-5)
+        for x, y in zip(*(c["optimizer"]["state"].values() for c in (one, two))):
+            torch.testing.assert_close(x["exp_avg"], y["exp_avg"], rtol=1e-3, atol=1e-7)
+        a, b = ([json.loads(line) for line in open(f"{d}{mode}/log.jsonl")][1:] for d in ("one", "two"))
+        assert len(a) == len(b) == 5
+        for x, y in zip(a, b):   # loss, norm, load, agreement: over all rows of the step
+            for key in x.keys() - {"tokens_per_s", "dead", "max_vio", "entropy"}:
+                assert x[key] == pytest.approx(y[key], rel=1e-4, abs=1e-5), key
 
 
 def test_recipe(monkeypatch):
@@ -1356,7 +1391,7 @@ def test_disk_full(hub, go, capsys):
 def test_streaming(hub, go, capsys, monkeypatch):
     """Three shards, killed in the second and resumed without the files, end as an unbroken run does; shards
     come one ahead and no sooner, and old ones go where that is asked for."""
-    options = ["--data=fineweb_edu", "--max_steps=20", "--eval_interval=4", "--n_rec=2"]
+    options = ["--data=fineweb_edu", "--max_steps=17", "--eval_interval=6", "--n_rec=2", "--eval_rows=2"]
     monkeypatch.setenv("HF_ENDPOINT", hub.url + "/")
     monkeypatch.setenv("HF_TOKEN", "secret")
     go(*options, "--out_dir=whole")
@@ -1375,13 +1410,13 @@ def test_streaming(hub, go, capsys, monkeypatch):
             "torch.set_num_threads(1); train.Run.train_step = killed; train.main(sys.argv[1:])\n")
     argv = [sys.executable, "-c", code, "--data_dir=data", *SMALL, *options, "--keep_shards=2"]
     result = subprocess.run(argv, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
-    assert result.returncode == -9 and torch.load("out/ckpt.pt", weights_only=True)["step"] == 4
+    assert result.returncode == -9 and torch.load("out/ckpt.pt", weights_only=True)["step"] == 6
     for path in folder.iterdir():
         path.unlink()
     hub.seen.clear()
     assert train.main(["--resume=out", "--data_dir=data", "--keep_shards=2"]) == 0
     assert same(weights("whole/ckpt.pt"), weights("out/ckpt.pt"))
-    assert sorted(p.name[-5] for p in folder.glob("*train*.bin")) == ["2", "3"]   # of the second epoch
+    assert sorted(p.name[-5] for p in folder.glob("*train*.bin")) == ["1", "2"]   # of the second epoch
     assert "tiktoken" not in sys.modules
 
 
@@ -1495,3 +1530,22 @@ def test_gpt2_text(go, capsys, monkeypatch, hub):
         options = ["--device=cpu", f"--prompt={prompt}", "--max_new_tokens=40", "--temperature=5"]
         assert sample.main(options) == 0
         assert " of 2 over " in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------------------
+# bench.py
+
+def test_bench_train(tmp_path, monkeypatch, capsys):
+    """Every variant is measured beside a plain Transformer of its depth."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(PRESETS, "tiny", dict(PRESETS["tiny"], n_embd=48, n_ff=64, block_size=32))
+    bench.main(["train", "--rounds=2", "--steps=1", "--batch_size=2", "--device=cpu"])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    plain = flops_per_token(MoRConfig(**PRESETS["tiny"], n_rec=1), 32)
+    assert [r["model"] for r in rows[:3]] == ["plain, 8 layers", "plain, 10 layers", "MoR-2, expert"]
+    assert len(rows) == 8 and rows[0]["time / plain"] == "1.00 [1.00 1.00]"
+    assert rows[3]["FLOPs / plain"] == flops_per_token(MoRConfig(**PRESETS["tiny"], n_rec=3), 32) / plain
+    for argv, words in [
+            ([], "name what to measure: train or gpu"), (["trian"], "name what"),
+            (["train", "--rounds=0"], "rounds=0"), (["gpu", "--device=cpu"], "needs an NVIDIA GPU")]:
+        assert words in refusal(bench.main, argv, capsys)

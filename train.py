@@ -110,7 +110,10 @@ def guarded(main):
     if hasattr(sys.stdout, "reconfigure"):   # a terminal without Unicode shows question marks
         sys.stdout.reconfigure(errors="replace")
     try:
-        sys.exit(main(sys.argv[1:]))
+        code = main(sys.argv[1:])
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        sys.exit(code)
     except KeyboardInterrupt:
         sys.exit(130)
     except (ValueError, OSError) as error:

@@ -1,0 +1,195 @@
+"""Measure, side by side, on the machine at hand.
+
+    python bench.py train                        a training step of each variant, beside a plain Transformer's
+    python bench.py train --model=360m --batch_size=32 --steps=10 --rounds=6
+    python bench.py gpu                          what a GPU makes of attention, of decoding and of bfloat16
+
+Variants take turns, so that a machine's moods are the same for all of them. A ratio is the median over the
+turns, with the least and the greatest in brackets. Out come a Markdown table and one JSON line for each row.
+"""
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+from torch.nn import functional as F
+
+import train
+from data import python_source
+from mor import Engine, MoR, MoRConfig, PRESETS, flops_per_token, n_params
+
+
+@dataclass
+class BenchConfig:
+    """What to measure, and for how long."""
+    model: Literal[tuple(PRESETS)] = "tiny"  # sizes; 360m on an NVIDIA GPU
+    batch_size: int = 0  # rows in a step; 0: as train.py chooses
+    rounds: int = 7  # turns of each variant
+    steps: int = 5  # training steps in a turn
+    data_dir: str = "data"  # where token files are built
+    device: str = "auto"  # cpu, cuda, mps; auto: the best there is
+
+    def __post_init__(self):
+        for f in fields(self):
+            if f.type is int and getattr(self, f.name) < min(1, f.default):
+                raise ValueError(f"{f.name}={getattr(self, f.name)} must be at least {min(1, f.default)}")
+
+
+def seconds(device, f, n=1):
+    """Seconds that a call of f takes, the mean of n, with the device done before and after."""
+    finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    finish()
+    start = time.perf_counter()
+    for _ in range(n):
+        f()
+    finish()
+    return (time.perf_counter() - start) / n
+
+
+def spread(values):
+    return f"{statistics.median(values):.2f} [{min(values):.2f} {max(values):.2f}]"
+
+
+def table(rows):
+    """Print dicts with the same keys as a Markdown table, then as JSON lines."""
+    print("\n| " + " | ".join(rows[0]) + " |\n|" + " --- |" * len(rows[0]))
+    for row in rows:
+        print("| " + " | ".join(f"{v:,.3g}" if isinstance(v, float) else str(v) for v in row.values()) + " |")
+    print()
+    for row in rows:
+        print(json.dumps(row))
+
+
+def train_step(bench):
+    """Training steps of train.py, data and optimizer included, of MoR and of a plain Transformer as deep."""
+    device = train.pick_device(bench.device)
+    base = dict(device=bench.device, data="python", batch_tokens=0, max_steps=10**6, n_rec=1,
+                **{k: v for k, v in dict(model=bench.model, batch_size=bench.batch_size).items() if v})
+    variants = [(f"MoR-{n}, expert", dict(n_rec=n)) for n in (2, 3, 4)]
+    variants += [("MoR-3, expert, shared cache", dict(n_rec=3, cache="shared")),
+                 ("MoR-3, token", dict(n_rec=3, router="token")),
+                 ("recursive-3", dict(n_rec=3, router="none"))]
+    depths = [train.settle({**base, **options}, None)[0].effective_depth for _, options in variants]
+    variants = [(f"plain, {depth} layers", dict(n_layer=depth)) for depth in sorted(set(depths))] + variants
+    source, runs, memory = python_source.source("python", bench.data_dir), {}, {}
+    used = torch.cuda.memory_allocated if device.type == "cuda" else lambda: 0
+    for name, options in variants:
+        before, (config, tc) = used(), train.settle({**base, **options}, None)
+        runs[name] = run = train.Run(config, tc, source)
+        warm = seconds(device, run.train_step)   # compiles
+        memory[name] = used() - before
+        run.train_step()
+        print(f"{name}: {tc.batch_size} x {config.block_size} tokens, {tc.dtype}, compile={tc.compile}; the "
+              f"first step took {warm:.1f} s", file=sys.stderr)
+    times, peak = {name: [] for name in runs}, {}
+    for _ in range(bench.rounds):
+        for name, run in runs.items():
+            others = used() - memory[name]
+            torch.cuda.reset_peak_memory_stats() if device.type == "cuda" else None
+            times[name].append(seconds(device, run.train_step, bench.steps))
+            peak[name] = torch.cuda.max_memory_allocated() - others if device.type == "cuda" else 0
+    rows = []
+    for name, run in runs.items():
+        plain, c = f"plain, {run.config.effective_depth} layers", run.config
+        flops, speed = 3 * flops_per_token(c, c.block_size), run.tokens / statistics.median(times[name])
+        row = {"model": name, "parameters": f"{n_params(c) / 1e6:,.4g}M", "tokens/s": f"{speed:,.0f}",
+               "time / plain": spread([a / b for a, b in zip(times[name], times[plain])]),
+               "FLOPs / plain": flops / 3 / flops_per_token(runs[plain].config, c.block_size)}
+        if device.type == "cuda":
+            top = [v for k, v in train.PEAK.items() if k in torch.cuda.get_device_name()] or [float("nan")]
+            row.update({"MFU": flops * speed / top[0], "peak GB": peak[name] / 1e9})
+        rows.append(row)
+    table(rows)
+
+
+def attention_forms(device):
+    """Shared keys and values, forward and backward: queries back on the grid of all positions, against a
+    mask."""
+    B, T, H, G, D, rows = 16, 2048, 15, 5, 64, []
+    like = dict(device=device, dtype=torch.bfloat16, requires_grad=True)
+    new = lambda heads, n: torch.randn(B, heads, n, D, **like)
+    for k in (2 * T // 3, T // 3):
+        index = torch.stack([torch.randperm(T, device=device)[:k].sort()[0] for _ in range(B)])
+        mask, cell = index[:, None, :, None] >= torch.arange(T, device=device), index[:, None, :, None]
+        q, keys, values = new(H, k), new(G, T), new(G, T)
+
+        def grid():
+            cells = cell.expand(B, H, k, D)
+            full = q.new_zeros(B, H, T, D).scatter(2, cells, q)
+            y = F.scaled_dot_product_attention(full, keys, values, is_causal=True, enable_gqa=True)
+            y.gather(2, cells).sum().backward()
+
+        def masked():
+            F.scaled_dot_product_attention(q, keys, values, mask, enable_gqa=True).sum().backward()
+        grid(), masked()
+        pairs = [(seconds(device, grid, 10), seconds(device, masked, 10)) for _ in range(5)]
+        rows.append({f"queries to {T} keys": k, "grid, ms": 1e3 * min(a for a, _ in pairs),
+                     "mask, ms": 1e3 * min(b for _, b in pairs),
+                     "grid / mask": spread([a / b for a, b in pairs])})
+    return rows
+
+
+def decode_forms(device):
+    """Decoding by calls as they are, against compiled ones of fixed shapes."""
+    model = MoR(MoRConfig(**PRESETS["360m"], n_rec=3)).to(device, torch.bfloat16).eval()
+    model.router.to(torch.float32)
+    rows = []
+    for slots in (1, 32):
+        times = {}
+        for compiled in (False, True):
+            engine = Engine(model, slots, 512, compile=compiled, vocab_size=50257)
+            for _ in range(2 * slots):   # the first half warms up, and compiles
+                engine.submit([50256], 100, 0)
+            start = {}
+            for _ in engine.run():
+                if engine.counts["tokens"] >= 100 * slots and not start:
+                    torch.cuda.synchronize()
+                    start = dict(engine.counts, clock=time.perf_counter())
+            torch.cuda.synchronize()
+            passes = engine.counts["block_calls"] - start["block_calls"]
+            times[compiled] = (time.perf_counter() - start["clock"]) / passes
+        rows.append({"decoding, slots": slots, "ms a pass": 1e3 * times[False],
+                     "ms a pass, compiled": 1e3 * times[True], "compiled / not": times[True] / times[False]})
+    return rows
+
+
+def precision(device):
+    """Loss after 20 steps, compiled in bfloat16 against uncompiled in float32, from the same weights."""
+    source, losses = python_source.source("python", "data"), {}
+    for options in (dict(dtype="float32", compile=False), dict(dtype="bfloat16", compile=True)):
+        given = dict(model="135m", n_rec=3, data="python", batch_size=8, batch_tokens=0, max_steps=1000)
+        run = train.Run(*train.settle({**given, **options, "device": str(device)}, None), source)
+        losses[options["dtype"]] = [run.train_step()["lm"].item() for _ in range(20)]
+    gap = max(abs(a - b) for a, b in zip(*losses.values()))
+    return [{"step": s, **{f"loss, {dtype}": values[s - 1] for dtype, values in losses.items()},
+             "greatest gap of 20": gap} for s in (1, 10, 20)]
+
+
+def gpu(bench):
+    """Checks of what this project takes for granted about a GPU."""
+    device = train.pick_device(bench.device)
+    if device.type != "cuda":
+        raise ValueError(f"--device={bench.device}: this part needs an NVIDIA GPU")
+    for part in (attention_forms, decode_forms, precision):
+        table(part(device))
+
+
+def main(argv):
+    parts = {"train": train_step, "gpu": gpu}
+    if argv and argv[0] in parts:
+        argv, parts = argv[1:], {argv[0]: parts[argv[0]]}
+    elif not argv or argv[0] not in ("-h", "--help"):
+        raise ValueError(f"name what to measure: {' or '.join(parts)}")
+    given = train.parse(argv, __doc__, BenchConfig)
+    if torch.cuda.is_available():
+        given.setdefault("model", "360m")
+    bench = BenchConfig(**given)
+    for part in parts.values():
+        part(bench)
+
+
+if __name__ == "__main__":
+    train.guarded(main)
