@@ -94,7 +94,8 @@ def train_step(bench):
     rows = []
     for name, run in runs.items():
         plain, c = f"plain, {run.config.effective_depth} layers", run.config
-        flops, speed = 3 * flops_per_token(c, c.block_size), run.tokens / statistics.median(times[name])
+        flops = 3 * flops_per_token(c, c.block_size)
+        speed = run.tc.batch_tokens / statistics.median(times[name])
         row = {"model": name, "parameters": f"{n_params(c) / 1e6:,.4g}M", "tokens/s": f"{speed:,.0f}",
                "time / plain": spread([a / b for a, b in zip(times[name], times[plain])]),
                "FLOPs / plain": flops / 3 / flops_per_token(runs[plain].config, c.block_size)}

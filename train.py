@@ -222,13 +222,14 @@ def settle(given, checkpoint, world=1):
     base.update(given)
     ours = {f.name: base.pop(f.name) for f in fields(MoRConfig) if f.name in base}
     config, tc = MoRConfig(**ours), TrainConfig(**base)
+    # What is open is settled for good, so that a branch, a longer run or other devices keep it.
+    tc.batch_tokens = tc.grad_accum(config.block_size, world) * tc.batch_size * config.block_size * world
     if tc.flops:
-        rows = tc.batch_size * tc.grad_accum(config.block_size, world) * world
-        cost = flops_per_token(config, config.block_size, paper=True) * config.block_size * rows
+        cost = flops_per_token(config, config.block_size, paper=True) * tc.batch_tokens
         tc.max_steps = int(tc.flops / cost)
         if tc.max_steps < 1:
             raise ValueError(f"flops={tc.flops} are less than one step, which takes {cost:.2e}")
-    if tc.warmup_steps < 0:   # for good, so that a branch or a longer run keeps it
+    if tc.warmup_steps < 0:
         tc.warmup_steps = round(0.05 * tc.max_steps)
     return config, tc
 
@@ -364,9 +365,9 @@ class Run:
     """One training run: model, optimizer, data and step, all that a checkpoint holds."""
     def __init__(self, config, tc, source, checkpoint=None):
         self.config, self.tc, self.source, self.step = config, tc, source, 0
+        self.reading = False   # is a step waiting for its data?
         self.device, (self.rank, self.world) = pick_device(tc.device), join()
         self.grad_accum = tc.grad_accum(config.block_size, self.world)
-        self.tokens = tc.batch_size * config.block_size * self.grad_accum * self.world   # in a step
         torch.set_float32_matmul_precision("high")   # TF32 where there is a GPU and no bfloat16
         torch.manual_seed(tc.seed)
         self.model = (checkpoint["model"] if checkpoint else MoR(config)).to(self.device).train()
@@ -383,7 +384,7 @@ class Run:
         static = not (config.routed and config.router == "token")
         self.forward = torch.compile(self.model, fullgraph=True) if tc.compile and static else self.model
         if self.world > 1:
-            self.forward = torch.nn.parallel.DistributedDataParallel(self.forward, broadcast_buffers=False)
+            self.forward = torch.nn.parallel.DistributedDataParallel(self.forward)
 
     def save(self, name):
         if not all(p.isfinite().all() for p in self.model.parameters()):
@@ -397,15 +398,19 @@ class Run:
             save_checkpoint(Path(self.tc.out_dir) / name, state)
 
     def batches(self):
-        """The micro-batches of a step. Where data cannot be had, the steps so far are saved."""
-        position = dict(self.reader.state)
+        """The micro-batches of a step. Where data cannot be had, or Ctrl-C ends the wait for it, the steps so
+        far are saved."""
+        position, self.reading = dict(self.reader.state), True
         try:
             return [next(self.reader) for _ in range(self.grad_accum)]
-        except (OSError, ValueError):
+        except (OSError, ValueError, KeyboardInterrupt):
             self.reader.state = position
             if self.step:
                 self.save("ckpt.pt")
+                print(f"saved {Path(self.tc.out_dir) / 'ckpt.pt'} at step {self.step}", flush=True)
             raise
+        finally:
+            self.reading = False
 
     def train_step(self):
         """One optimizer step. Its numbers are returned as tensors on the device: nothing waits for them."""
@@ -465,6 +470,8 @@ def train(run, log):
         signal.signal(signum, signal.SIG_DFL)   # asked twice: leave at once; the last checkpoint is whole
         stop.append(signum)
         os.write(2, b"finishing this step, then saving; once more to leave without\n")
+        if run.reading:
+            raise KeyboardInterrupt
 
     def record(numbers, line):
         print(line, flush=True)
@@ -483,9 +490,9 @@ def train(run, log):
             if not math.isfinite(lm + numbers["norm"]):
                 raise ValueError(f"loss {lm}, gradient {numbers['norm']} at step {run.step}: start again with"
                                  f" --learning_rate below {tc.learning_rate}; no checkpoint was lost")
-            numbers.update(lm=lm, lr=lr_at(run.step - 1, tc), tokens_per_s=speed * run.tokens)
+            numbers.update(lm=lm, lr=lr_at(run.step - 1, tc), tokens_per_s=speed * tc.batch_tokens)
             record(numbers, f"step {run.step}/{tc.max_steps} | loss {lm:.3f} | lr {numbers['lr']:.1e} | norm "
-                   f"{numbers['norm']:.2f} | {speed * run.tokens / 1e3:.1f}k tok/s{use(run, numbers)}"
+                   f"{numbers['norm']:.2f} | {speed * tc.batch_tokens / 1e3:.1f}k tok/s{use(run, numbers)}"
                    f"{pulse(numbers)} | eta {(tc.max_steps - run.step) / speed / 60:.1f}m")
             losses, clock = [], time.perf_counter()
         if evaluating:

@@ -15,7 +15,7 @@ import numpy as np
 import requests
 from tqdm import tqdm
 
-from data.shards import HEADER, Source, count_tokens, read_tokens
+from data.shards import HEADER, MAGIC, VERSION, Source, count_tokens, read_tokens
 
 try:
     import fcntl
@@ -29,7 +29,7 @@ EOF = 50256   # <|endoftext|>; in the shards it stands before each document
 VOCAB_SIZE = 50257
 PADDED = 50304   # rows of the embedding: a multiple of 128, which GPUs multiply faster
 VAL_TOKENS = 10_000_000   # of the 100M in the validation file
-CHUNK = 1 << 20   # bytes read at a time
+CHUNK = 1 << 16   # bytes read at a time
 TRIES = 8   # failures in a row before a fetch gives up, with 1, 2, 4, ... seconds in between
 LONGEST_WAIT = 300   # seconds that a server can ask for
 
@@ -53,6 +53,7 @@ class Fetch(threading.Thread):
         super().__init__(daemon=True)   # a run that ends does not wait for it
         self.url, self.path, self.limit = url, path, limit
         self.total = self.error = None
+        self.missing = False   # the server has no such file
         self.start()
 
     def wait(self):
@@ -65,7 +66,13 @@ class Fetch(threading.Thread):
                 bar.update(self.have() - bar.n)
         if self.error:
             raise self.error
-        return self.path if self.path.exists() else None
+        if self.missing:
+            return None
+        try:
+            check(self.path)
+        except ValueError as error:
+            raise ValueError(f"{error}; delete it, and it is fetched again") from None
+        return self.path
 
     def part(self):
         """The part that there is, or None."""
@@ -80,9 +87,13 @@ class Fetch(threading.Thread):
 
     def run(self):
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             if not self.path.exists():
                 with alone(self.path.parent):
                     self.fetch()
+        except OSError as error:
+            self.error = OSError(f"{self.path} cannot be written ({error.strerror or error}): make room, or "
+                                 "choose another --data_dir; --keep_shards=2 bounds what is kept")
         except Exception as error:   # for the thread that waits
             self.error = error
 
@@ -97,21 +108,17 @@ class Fetch(threading.Thread):
                 failures, most = 1 if moved else failures + 1, max(most, self.have())
                 status = getattr(error.response, "status_code", None)
                 if status == 404:
+                    self.missing = True
                     return
-                reason = f"status {status}" if status else re.sub(r".*[:>] ", "", str(error)).strip("')\" ")
-                if isinstance(error, requests.exceptions.ChunkedEncodingError):
-                    reason = "the answer broke off"
+                reason = why(error)
                 if (isinstance(error, ValueError) or failures == TRIES
                         or status and 400 <= status < 500 and status not in (408, 416, 425, 429)):
-                    raise OSError(f"{self.url} cannot be had ({reason}): check the network, HF_ENDPOINT and "
-                                  "HF_TOKEN; --data=python needs no network") from None
-                after = error.response.headers.get("Retry-After", "") if status else ""
-                pause = min(int(after), LONGEST_WAIT) if after.isdecimal() else 2 ** (failures - 1)
+                    raise ValueError(f"{self.url} cannot be had ({reason}): check the network, HF_ENDPOINT "
+                                     "and HF_TOKEN; --data=python needs no network") from None
+                after = number(error.response.headers.get("Retry-After", "")) if status else None
+                pause = 2 ** (failures - 1) if after is None else min(after, LONGEST_WAIT)
                 tqdm.write(f"{self.path.name}: {reason}; trying again in {pause} s", file=sys.stderr)
                 time.sleep(pause)
-            except OSError as error:
-                raise OSError(f"{self.path} cannot be written ({error.strerror or error}): make room, or "
-                              "choose another --data_dir; --keep_shards=2 bounds what is kept") from None
 
     def request(self):
         """Ask once for what is missing. Raises requests.RequestException where some is missing still."""
@@ -125,7 +132,7 @@ class Fetch(threading.Thread):
             return self.finish(part, None)
         headers = {"Accept-Encoding": "identity", "Range": f"bytes={have}-"}
         if self.limit:
-            headers["Range"] += str(HEADER + 2 * self.limit - 1)
+            headers["Range"] += str(self.wanted() - 1)
         if token := os.environ.get("HF_TOKEN", "").strip():
             headers["Authorization"] = f"Bearer {token}"   # requests drops it where another host takes over
         with requests.get(self.url, headers=headers, stream=True, timeout=(10, 30)) as answer:
@@ -139,7 +146,7 @@ class Fetch(threading.Thread):
                 raise requests.ConnectionError("the server sent other bytes than were asked for")
             if part and name != part:
                 part.unlink()
-            self.total = total and self.wanted(total)
+            self.total = self.wanted(total)
             with open(name, "ab" if first else "wb") as f:
                 for chunk in answer.iter_content(CHUNK):
                     f.write(chunk)
@@ -148,14 +155,12 @@ class Fetch(threading.Thread):
                         break
                 f.flush()
                 os.fsync(f.fileno())
-        size = name.stat().st_size
-        if self.total and size < self.total:
-            raise requests.ConnectionError(f"only {size} of {self.total} bytes came")
-        self.finish(name, total or size)
+        self.finish(name, total)
 
-    def wanted(self, total):
-        """Bytes to fetch of a file of total bytes."""
-        return min(total, HEADER + 2 * self.limit) if self.limit else total
+    def wanted(self, total=None):
+        """Bytes to fetch of a file of total bytes; None for all, where their number is not known."""
+        sizes = [total, self.limit and HEADER + 2 * self.limit]
+        return min((size for size in sizes if size is not None), default=None)
 
     def describe(self, answer):
         """Which version of the file an answer is of, its first byte, and the bytes of the file, if known."""
@@ -164,28 +169,55 @@ class Fetch(threading.Thread):
         version = next(filter(None, names), f"unknown {time.time_ns()}")
         version = hashlib.sha256(version.encode()).hexdigest()[:16]
         if answer.status_code != 206:
-            length = answer.headers.get("Content-Length", "")
-            return version, 0, int(length) if length.isdecimal() else None
+            packed = "Content-Encoding" in answer.headers   # then Content-Length is of something else
+            return version, 0, None if packed else number(answer.headers.get("Content-Length", ""))
         span = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", answer.headers.get("Content-Range", ""))
-        return version, int(span[1]) if span else None, int(span[2]) if span and span[2] != "*" else None
+        return version, number(span[1]) if span else None, number(span[2]) if span else None
 
     def finish(self, part, total):
-        """Give a part its final name, if it is what it should be. total: bytes of the whole file."""
+        """Give a part its final name, if it is what it should be. total: bytes of the whole file, if known.
+        Raises requests.RequestException if some are missing, ValueError if it is no shard."""
+        size, begins = part.stat().st_size, part.open("rb").read(16)
         try:
+            if size < HEADER and np.array([MAGIC, VERSION], dtype="<i4").tobytes().startswith(begins[:8]):
+                raise requests.ConnectionError(f"only {size} bytes came")
             n = count_tokens(part)
             if total and total != HEADER + 2 * n:
                 raise ValueError(f"it has {total} bytes, but {n} tokens make {HEADER + 2 * n}")
+            whole = self.wanted(HEADER + 2 * n)
+            if size < whole:
+                raise requests.ConnectionError(f"only {size} of {whole} bytes came")
             if self.limit and n > self.limit:   # a prefix gets a header of its own
                 with open(part, "r+b") as f:
+                    f.truncate(whole)
                     f.seek(8)
                     f.write(np.array(self.limit, dtype="<i4").tobytes())
                     os.fsync(f.fileno())
             check(part)
+        except requests.RequestException:
+            raise
         except ValueError as error:
-            begins = part.open("rb").read(15)
             part.unlink()
             raise ValueError(f"{self.url} is no shard, beginning with {begins}: {error}") from None
         os.replace(part, self.path)
+
+
+def number(text):
+    """The whole number that a header holds, or None."""
+    return int(text) if re.fullmatch(r"[0-9]{1,15}", text) else None
+
+
+def why(error):
+    """A RequestException in a few words."""
+    if isinstance(error, requests.TooManyRedirects):
+        return "too many redirects"
+    if error.response is not None:
+        return f"status {error.response.status_code}"
+    if isinstance(error, requests.exceptions.ChunkedEncodingError):
+        return "the answer broke off"
+    if "timed out" in str(error):
+        return "no answer in time"
+    return re.sub(r".*[:>] ", "", str(error)).strip("')\" ")   # the innermost of a chain of causes
 
 
 def check(path):
@@ -209,21 +241,16 @@ class Shards:
 
     def __call__(self, i):
         fetch = self.ahead.pop(i, None)
-        if not fetch or fetch.error:   # what failed in the background may work now
-            fetch = self.fetch(i)
+        if not fetch or not (fetch.is_alive() or fetch.missing or fetch.path.exists()):
+            fetch = self.fetch(i)   # also what failed in the background, or was deleted since
         path = fetch.wait()
         if path is None:
             if i == 0:
                 raise ValueError(f"{fetch.url} does not exist (status 404): check HF_ENDPOINT and HF_TOKEN")
             return None
-        try:
-            check(path)
-        except ValueError as error:
-            raise ValueError(f"{error}; delete it, and it is fetched again") from None
         if self.keep:
-            for old in self.folder.glob(f"{self.prefix}_train_*"):
-                number = re.match(r"\d+", old.name[len(self.prefix) + 7:])
-                if number and int(number[0]) - 1 not in range(i + 2 - self.keep, i + 2):
+            for old in self.folder.glob(f"{self.prefix}_train_*.bin"):
+                if int(old.stem[-6:]) - 1 not in range(i + 2 - self.keep, i + 2):
                     old.unlink(missing_ok=True)
         self.ahead = {i + 1: self.fetch(i + 1)}
         return path
@@ -232,9 +259,12 @@ class Shards:
 def source(data, data_dir, keep_shards):
     """The Source for a name in SETS; waits for the validation tokens if they are not below data_dir yet."""
     repo, prefix = SETS[data]
-    endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
+    endpoint = os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or "https://huggingface.co"
+    if not re.fullmatch(r"https?://[!-~]+", endpoint):
+        raise ValueError(f"HF_ENDPOINT={endpoint} must be an address like https://huggingface.co")
+    if not re.fullmatch(r"[!-~]*", os.environ.get("HF_TOKEN", "").strip()):
+        raise ValueError("HF_TOKEN holds characters that no token has: set it again, or unset it")
     url, folder = f"{endpoint}/datasets/{repo}/resolve/main", Path(data_dir) / repo.split("/")[1]
-    folder.mkdir(parents=True, exist_ok=True)
     name = f"{prefix}_val_000000.bin"
     val = Fetch(f"{url}/{name}", folder / name, VAL_TOKENS).wait()
     if val is None:

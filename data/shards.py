@@ -39,7 +39,7 @@ def count_tokens(path):
     """Number of tokens that the header of a file promises. ValueError if it is not that of a token file."""
     header = np.fromfile(path, dtype="<i4", count=256)
     if len(header) < 256 or header[0] != MAGIC or header[1] != VERSION or header[2] < 0:
-        raise ValueError(f"{path} is not a token file: magic {MAGIC} and version {VERSION} are missing")
+        raise ValueError(f"{path} is not a token file: it lacks magic {MAGIC}, version {VERSION}, a count")
     return int(header[2])
 
 
@@ -70,7 +70,7 @@ class Reader:
         self.shard, self.B, self.T, self.seed, self.device = shard, B, T, seed, device
         self.rank, self.world = rank, world
         self.state = dict(state or {"epoch": 0, "shard": 0, "window": 0})
-        self.barren = state is None   # until a window is found
+        self.barren = state is None   # nothing found in this epoch, as far as is known
         self.open()
 
     def open(self):
@@ -81,6 +81,7 @@ class Reader:
             if self.barren:
                 raise ValueError(f"the training data has no {self.T + 1} tokens in a row: give more text, or "
                                  f"a --block_size below {self.T}")
+            self.barren = True
             s.update(epoch=s["epoch"] + 1, shard=0, window=0)
             print(f"the data has been read to its end: epoch {s['epoch'] + 1} begins", flush=True)
             path = self.shard(0)
