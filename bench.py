@@ -40,7 +40,7 @@ class BenchConfig:
 
 def seconds(device, f, n=1):
     """Seconds that a call of f takes, the mean of n, with the device done before and after."""
-    finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    finish = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
     finish()
     start = time.perf_counter()
     for _ in range(n):
@@ -66,8 +66,8 @@ def table(rows):
 def train_step(bench):
     """Training steps of train.py, data and optimizer included, of MoR and of a plain Transformer as deep."""
     device = train.pick_device(bench.device)
-    base = dict(device=bench.device, data="python", batch_tokens=0, max_steps=10**6, n_rec=1,
-                **{k: v for k, v in dict(model=bench.model, batch_size=bench.batch_size).items() if v})
+    base = dict(device=bench.device, model=bench.model, data="python", batch_tokens=0, max_steps=10**6,
+                n_rec=1, **dict(batch_size=bench.batch_size) if bench.batch_size else {})
     variants = [(f"MoR-{n}, expert", dict(n_rec=n)) for n in (2, 3, 4)]
     variants += [("MoR-3, expert, shared cache", dict(n_rec=3, cache="shared")),
                  ("MoR-3, token", dict(n_rec=3, router="token")),
@@ -94,22 +94,22 @@ def train_step(bench):
     rows = []
     for name, run in runs.items():
         plain, c = f"plain, {run.config.effective_depth} layers", run.config
-        flops = 3 * flops_per_token(c, c.block_size)
         speed = run.tc.batch_tokens / statistics.median(times[name])
         row = {"model": name, "parameters": f"{n_params(c) / 1e6:,.4g}M", "tokens/s": f"{speed:,.0f}",
                "time / plain": spread([a / b for a, b in zip(times[name], times[plain])]),
-               "FLOPs / plain": flops / 3 / flops_per_token(runs[plain].config, c.block_size)}
+               "FLOPs / plain": flops_per_token(c, c.block_size)
+               / flops_per_token(runs[plain].config, c.block_size)}
         if device.type == "cuda":
-            top = [v for k, v in train.PEAK.items() if k in torch.cuda.get_device_name()] or [float("nan")]
-            row.update({"MFU": flops * speed / top[0], "peak GB": peak[name] / 1e9})
+            row.update({"MFU": train.mfu(run, speed), "peak GB": peak[name] / 1e9})
         rows.append(row)
     table(rows)
 
 
-def attention_forms(device):
+def attention_forms(bench, device):
     """Shared keys and values, forward and backward: queries back on the grid of all positions, against a
     mask."""
-    B, T, H, G, D, rows = 16, 2048, 15, 5, 64, []
+    c, B, rows = MoRConfig(**PRESETS[bench.model]), bench.batch_size or 16, []
+    T, H, G, D = c.block_size, c.n_head, c.n_kv_head, c.head_dim
     like = dict(device=device, dtype=torch.bfloat16, requires_grad=True)
     new = lambda heads, n: torch.randn(B, heads, n, D, **like)
     for k in (2 * T // 3, T // 3):
@@ -126,30 +126,28 @@ def attention_forms(device):
         def masked():
             F.scaled_dot_product_attention(q, keys, values, mask, enable_gqa=True).sum().backward()
         grid(), masked()
-        pairs = [(seconds(device, grid, 10), seconds(device, masked, 10)) for _ in range(5)]
+        pairs = [(seconds(device, grid, 10), seconds(device, masked, 10)) for _ in range(bench.rounds)]
         rows.append({f"queries to {T} keys": k, "grid, ms": 1e3 * min(a for a, _ in pairs),
                      "mask, ms": 1e3 * min(b for _, b in pairs),
                      "grid / mask": spread([a / b for a, b in pairs])})
     return rows
 
 
-def decode_forms(device):
+def decode_forms(bench, device):
     """Decoding by calls as they are, against compiled ones of fixed shapes."""
-    model = MoR(MoRConfig(**PRESETS["360m"], n_rec=3)).to(device, torch.bfloat16).eval()
+    model = MoR(MoRConfig(**PRESETS[bench.model], n_rec=3)).to(device, torch.bfloat16).eval()
     model.router.to(torch.float32)
     rows = []
     for slots in (1, 32):
         times = {}
         for compiled in (False, True):
-            engine = Engine(model, slots, 512, compile=compiled, vocab_size=50257)
+            engine = Engine(model, slots, 128, compile=compiled)
             for _ in range(2 * slots):   # the first half warms up, and compiles
-                engine.submit([50256], 100, 0)
+                engine.submit([0], 100, 0)
             start = {}
             for _ in engine.run():
                 if engine.counts["tokens"] >= 100 * slots and not start:
-                    torch.cuda.synchronize()
                     start = dict(engine.counts, clock=time.perf_counter())
-            torch.cuda.synchronize()
             passes = engine.counts["block_calls"] - start["block_calls"]
             times[compiled] = (time.perf_counter() - start["clock"]) / passes
         rows.append({"decoding, slots": slots, "ms a pass": 1e3 * times[False],
@@ -157,11 +155,12 @@ def decode_forms(device):
     return rows
 
 
-def precision(device):
-    """Loss after 20 steps, compiled in bfloat16 against uncompiled in float32, from the same weights."""
-    source, losses = python_source.source("python", "data"), {}
+def precision(bench, device):
+    """Losses of 20 steps, compiled in bfloat16 against uncompiled in float32, from the same weights."""
+    source, losses = python_source.source("python", bench.data_dir), {}
     for options in (dict(dtype="float32", compile=False), dict(dtype="bfloat16", compile=True)):
-        given = dict(model="135m", n_rec=3, data="python", batch_size=8, batch_tokens=0, max_steps=1000)
+        given = dict(model=bench.model, n_rec=3, data="python", batch_size=bench.batch_size or 8,
+                     batch_tokens=0, max_steps=1000)
         run = train.Run(*train.settle({**given, **options, "device": str(device)}, None), source)
         losses[options["dtype"]] = [run.train_step()["lm"].item() for _ in range(20)]
     gap = max(abs(a - b) for a, b in zip(*losses.values()))
@@ -175,21 +174,18 @@ def gpu(bench):
     if device.type != "cuda":
         raise ValueError(f"--device={bench.device}: this part needs an NVIDIA GPU")
     for part in (attention_forms, decode_forms, precision):
-        table(part(device))
+        table(part(bench, device))
 
 
 def main(argv):
     parts = {"train": train_step, "gpu": gpu}
-    if argv and argv[0] in parts:
-        argv, parts = argv[1:], {argv[0]: parts[argv[0]]}
-    elif not argv or argv[0] not in ("-h", "--help"):
+    if argv[:1] in (["-h"], ["--help"]):
+        train.parse(argv, __doc__, BenchConfig)
+    if not argv or argv[0] not in parts:
         raise ValueError(f"name what to measure: {' or '.join(parts)}")
-    given = train.parse(argv, __doc__, BenchConfig)
-    if torch.cuda.is_available():
-        given.setdefault("model", "360m")
-    bench = BenchConfig(**given)
-    for part in parts.values():
-        part(bench)
+    given = train.parse(argv[1:], __doc__, BenchConfig)
+    auto = train.machine(train.pick_device(given.get("device", "auto")))[0]
+    parts[argv[0]](BenchConfig(**{"model": auto.get("model", "tiny"), **given}))
 
 
 if __name__ == "__main__":

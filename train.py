@@ -42,13 +42,13 @@ class TrainConfig:
     model: Literal[tuple(PRESETS)] = "tiny"  # sizes to start from, and recipe; 360m on an NVIDIA GPU
     data: str = "python"  # python: the source of its library; fineweb_edu, fineweb_edu_10b; a file or folder
     data_dir: str = "data"  # where token files are built, and shards kept
-    keep_shards: int = 0  # delete shards but for this many, 2 or more; 0: keep all that were fetched
+    keep_shards: int = 0  # keep this many shards on disk, 2 or more, and delete the others; 0: keep all
     out_dir: str = "out"  # where checkpoints and log.jsonl go
     resume: str = ""  # a checkpoint, or a folder with a ckpt.pt, to go on from
     max_steps: int = 2200  # optimizer steps in all
     flops: float = 0.0  # instead of max_steps: forward FLOPs as the paper counts them, as in 16.5e18
     batch_size: int = 8  # rows of block_size tokens in a micro-batch, on each device
-    batch_tokens: int = 0  # tokens in a step, from as many micro-batches as it takes; 0: one on each device
+    batch_tokens: int = 0  # tokens in a step, by gradient accumulation; 0: one micro-batch on each device
     learning_rate: float = 5e-3  # peak of the schedule
     schedule: Literal["wsd", "cosine"] = "wsd"  # wsd: up, plateau, down to 0 over the last 20 % of the steps
     warmup_steps: int = -1  # steps from 0 to the peak; -1: 5 % of the steps
@@ -92,9 +92,9 @@ class TrainConfig:
 CHANGEABLE = {"data_dir", "keep_shards", "out_dir", "resume", "max_steps", "flops", "keep_steps",
               "eval_interval", "eval_rows", "log_interval", "device", "compile"}
 
-# Dense bfloat16 FLOP/s of GPUs, from their data sheets, by a part of their names.
-PEAK = {"H100 80GB HBM3": 989.4e12, "H100 PCIe": 756e12, "H200": 989.4e12, "A100": 312e12,
-        "RTX 4090": 165.2e12}
+# Dense bfloat16 FLOP/s of GPUs by name, from their data sheets.
+PEAK = {"NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H200": 989.4e12,
+        "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA GeForce RTX 4090": 165.2e12}
 
 
 def fail(message):
@@ -120,7 +120,7 @@ def guarded(main):
         fail(error)
     except (RuntimeError, MemoryError) as error:
         if "compiler" in str(error):
-            fail("torch.compile found no compiler that works: use --compile=false")
+            fail(f"torch.compile did not work ({str(error).splitlines()[0]}): use --compile=false")
         memory = re.search("out of memory|allocate memory|overflow", str(error))
         if isinstance(error, RuntimeError) and not memory:
             raise
@@ -165,38 +165,44 @@ def parse(argv, doc, *classes):
 
 
 def pick_device(name):
-    """The torch.device for an option; auto takes the best there is."""
+    """The torch.device for an option; auto takes the best there is, and under torchrun each process a GPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name == "cuda" and "LOCAL_RANK" in os.environ:
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     if name.split(":")[0] not in ("cpu", "cuda", "mps"):
         raise ValueError(f"--device={name} is unknown: choose cpu, cuda, cuda:1 and so on, or mps")
     try:
-        return torch.zeros(1, device=name).device
+        device = torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"--device={name} cannot be used here ({reason}): try --device=cpu") from None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 def machine(device):
     """Defaults that depend on the machine, and why."""
     if device.type == "cuda":
         dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-        return dict(model="360m", dtype=dtype, compile=True), "an NVIDIA GPU, so compiled"
+        return dict(model="360m", dtype=dtype, compile=True), "an NVIDIA GPU"
     abilities = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
     if any(abilities.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16")):
         return dict(dtype="bfloat16"), "a processor that multiplies bfloat16"
     return {}, "nothing here multiplies bfloat16 fast, so float32"
 
 
-def recipe(model, device, batch_tokens=2**19):
+def recipe(model, device, batch_tokens):
     """Defaults that depend on the model: tiny has TrainConfig's, the paper's sizes those of its ablations,
     10B tokens, except that a step has a quarter of the paper's tokens."""
     if model == "tiny":
         return {}
-    rows = 1   # in a micro-batch: a power of two, up to the paper's 16, and about 5 GB for each
+    rows = 1   # in a micro-batch: a power of two, up to the paper's 16, estimated at 5 GB each for 360m
     if device.type == "cuda":
+        need = 5e9 * PRESETS[model]["n_embd"] * PRESETS[model]["n_layer"] / (960 * 32)
         memory = torch.cuda.get_device_properties(device).total_memory
-        rows = 2 ** max(0, min(4, int(math.log2(memory / 5e9))))
+        rows = 2 ** max(0, min(4, int(math.log2(memory / need))))
     return dict(data="fineweb_edu", learning_rate=3e-3, batch_size=rows, batch_tokens=batch_tokens,
                 max_steps=max(1, 10**10 // max(1, batch_tokens)), log_interval=10, eval_interval=1000,
                 eval_rows=800)
@@ -217,8 +223,8 @@ def settle(given, checkpoint, world=1):
     else:
         device = pick_device(given.get("device", "auto"))
         base = {"model": "tiny", **machine(device)[0], **given}
-        step = {"batch_tokens": given["batch_tokens"]} if "batch_tokens" in given else {}
-        base.update({**PRESETS[base["model"]], **recipe(base["model"], device, **step)})
+        base.update(PRESETS[base["model"]])
+        base.update(recipe(base["model"], device, given.get("batch_tokens", 2**19)))
     base.update(given)
     ours = {f.name: base.pop(f.name) for f in fields(MoRConfig) if f.name in base}
     config, tc = MoRConfig(**ours), TrainConfig(**base)
@@ -231,6 +237,8 @@ def settle(given, checkpoint, world=1):
             raise ValueError(f"flops={tc.flops} are less than one step, which takes {cost:.2e}")
     if tc.warmup_steps < 0:
         tc.warmup_steps = round(0.05 * tc.max_steps)
+    # Expert-choice has the same shapes at every step; token-choice has new ones, and runs uncompiled.
+    tc.compile = tc.compile and not (config.routed and config.router == "token")
     return config, tc
 
 
@@ -330,9 +338,12 @@ def evaluate(model, batches, dtype):
 
 
 def pulse(numbers):
-    """The router's part of a log line. A collapse to one depth, or a threshold unlike the top-k, shows."""
+    """The GPU's and the router's part of a log line. A collapse to one depth, or a threshold unlike the
+    top-k, shows."""
     percent = lambda values: f"[{' '.join(f'{100 * v:.0f}' for v in values)}]%"
     words = [""]
+    words += [f"mfu {100 * numbers['mfu']:.0f}%"] if numbers.get("mfu") else []
+    words += [f"{numbers['peak_gb']:.1f}GB"] if "peak_gb" in numbers else []
     if len(numbers["load"]) > 1:
         words.append(f"depth {numbers['mean_depth']:.2f} {percent(numbers['load'])}")
         for name in ("aux", "balance", "max_vio", "entropy"):
@@ -342,13 +353,11 @@ def pulse(numbers):
     return " | ".join(words)
 
 
-def join():
+def init_distributed():
     """Which of how many processes this is: those that torchrun started, one for each GPU; else 0 of 1."""
     if not dist.is_torchelastic_launched():
         return 0, 1
     if not dist.is_initialized():
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         dist.init_process_group()
     return dist.get_rank(), dist.get_world_size()
 
@@ -366,7 +375,7 @@ class Run:
     def __init__(self, config, tc, source, checkpoint=None):
         self.config, self.tc, self.source, self.step = config, tc, source, 0
         self.reading = False   # is a step waiting for its data?
-        self.device, (self.rank, self.world) = pick_device(tc.device), join()
+        self.device, (self.rank, self.world) = pick_device(tc.device), init_distributed()
         self.grad_accum = tc.grad_accum(config.block_size, self.world)
         torch.set_float32_matmul_precision("high")   # TF32 where there is a GPU and no bfloat16
         torch.manual_seed(tc.seed)
@@ -376,14 +385,13 @@ class Run:
             self.step = checkpoint["step"]
             self.optimizer.load_state_dict(checkpoint["optimizer"])
             torch.set_rng_state(checkpoint["rng"])
-        if self.rank:   # noise of its own
+        if self.rank:   # each process draws its own noise (router_arch=random)
             torch.manual_seed((tc.seed + self.rank + 1000 * self.step) % 2**32)
         self.reader = Reader(source.train, tc.batch_size, config.block_size, tc.seed, self.device,
                              checkpoint and checkpoint["reader"], self.rank, self.world)
-        # Expert-choice has the same shapes at every step; token-choice has new ones, and runs uncompiled.
-        static = not (config.routed and config.router == "token")
-        self.forward = torch.compile(self.model, fullgraph=True) if tc.compile and static else self.model
+        self.forward = torch.compile(self.model, fullgraph=True) if tc.compile else self.model
         if self.world > 1:
+            torch._dynamo.config.optimize_ddp = False   # gradients of shared weights come last: one graph
             self.forward = torch.nn.parallel.DistributedDataParallel(self.forward)
 
     def save(self, name):
@@ -396,21 +404,26 @@ class Run:
                      tokenizer=self.source.tokenizer, data=self.source.name)
         if self.rank == 0:
             save_checkpoint(Path(self.tc.out_dir) / name, state)
+        if self.world > 1:   # whoever leaves early has torchrun end the others
+            dist.barrier()
 
     def batches(self):
-        """The micro-batches of a step. Where data cannot be had, or Ctrl-C ends the wait for it, the steps so
-        far are saved."""
-        position, self.reading = dict(self.reader.state), True
+        """The micro-batches of a step. If one process cannot have them, or Ctrl-C ends the wait for them, all
+        save the steps so far and leave."""
+        position, lost = dict(self.reader.state), None
         try:
-            return [next(self.reader) for _ in range(self.grad_accum)]
-        except (OSError, ValueError, KeyboardInterrupt):
+            self.reading = True
+            batches = [next(self.reader) for _ in range(self.grad_accum)]
+            self.reading = False
+        except (OSError, ValueError, KeyboardInterrupt) as error:
+            self.reading, lost = False, error
+        if any_process(lost is not None, self.world):
             self.reader.state = position
             if self.step:
                 self.save("ckpt.pt")
                 print(f"saved {Path(self.tc.out_dir) / 'ckpt.pt'} at step {self.step}", flush=True)
-            raise
-        finally:
-            self.reading = False
+            raise lost or ValueError("another process has no data for this step")
+        return batches
 
     def train_step(self):
         """One optimizer step. Its numbers are returned as tensors on the device: nothing waits for them."""
@@ -423,7 +436,7 @@ class Run:
             # Processes exchange gradients once a step, with the last micro-batch.
             with self.forward.no_sync() if self.world > 1 and i < self.grad_accum else nullcontext():
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=tc.dtype == "bfloat16"):
-                    _, loss, routing = self.forward(x, y, causal=False, k=k)
+                    loss, routing = self.forward(x, y, causal=False, k=k)[1:]   # logits would fill memory
                 # DIFFERS: all losses are means over the step; the released code sums the auxiliary one up.
                 (loss / self.grad_accum).backward()
             for name, value in {**routing.health, **routing.losses}.items():
@@ -438,23 +451,16 @@ class Run:
         return numbers
 
 
-def use(run, numbers):
-    """The GPU's part of a log line: the share of its peak in use, by the FLOPs that are executed, where that
-    peak is known, and the memory that it took."""
-    if run.device.type != "cuda":
-        return ""
-    numbers["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-    peak = [flops for name, flops in PEAK.items() if name in torch.cuda.get_device_name()]
-    if peak and run.tc.dtype == "bfloat16":
-        cost = 3 * flops_per_token(run.config, run.config.block_size)   # forward, and twice that backward
-        numbers["mfu"] = cost * numbers["tokens_per_s"] / (peak[0] * run.world)
-    share = f" | mfu {100 * numbers['mfu']:.0f}%" if "mfu" in numbers else ""
-    return f"{share} | {numbers['peak_gb']:.1f}GB"
+def mfu(run, tokens_per_s):
+    """Share of the GPU's peak in use, by flops_per_token and twice that backward; None if not known."""
+    peak = PEAK.get(torch.cuda.get_device_name()) if run.tc.dtype == "bfloat16" else None
+    cost = 3 * flops_per_token(run.config, run.config.block_size)
+    return peak and cost * tokens_per_s / (peak * run.world)
 
 
-def asked(stop, world):
-    """Whether any process was asked to stop: all stop at the same step."""
-    flag = torch.tensor(float(bool(stop)))
+def any_process(flag, world):
+    """Whether the flag is true in any process, so that all do the same."""
+    flag = torch.tensor(float(flag))
     if world > 1:
         dist.all_reduce(flag)
     return flag.item() > 0
@@ -483,18 +489,22 @@ def train(run, log):
         numbers = run.train_step()
         losses.append(numbers["lm"])
         last = run.step == tc.max_steps
-        halt, evaluating = last or asked(stop, run.world), last or run.step % tc.eval_interval == 0
-        if halt or evaluating or run.step in keep or run.step % tc.log_interval == 0 or run.step == 1:
+        halt = last or any_process(bool(stop), run.world)
+        evaluating = last or run.step % tc.eval_interval == 0
+        logging = halt or evaluating or run.step in keep or run.step % tc.log_interval == 0 or run.step == 1
+        if logging:
             numbers = {name: value.tolist() for name, value in numbers.items()}   # waits for the device
             lm, speed = torch.stack(losses).mean().item(), len(losses) / (time.perf_counter() - clock)
             if not math.isfinite(lm + numbers["norm"]):
                 raise ValueError(f"loss {lm}, gradient {numbers['norm']} at step {run.step}: start again with"
                                  f" --learning_rate below {tc.learning_rate}; no checkpoint was lost")
             numbers.update(lm=lm, lr=lr_at(run.step - 1, tc), tokens_per_s=speed * tc.batch_tokens)
+            if run.device.type == "cuda":
+                numbers["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+                numbers["mfu"] = mfu(run, numbers["tokens_per_s"])
             record(numbers, f"step {run.step}/{tc.max_steps} | loss {lm:.3f} | lr {numbers['lr']:.1e} | norm "
-                   f"{numbers['norm']:.2f} | {speed * tc.batch_tokens / 1e3:.1f}k tok/s{use(run, numbers)}"
-                   f"{pulse(numbers)} | eta {(tc.max_steps - run.step) / speed / 60:.1f}m")
-            losses, clock = [], time.perf_counter()
+                   f"{numbers['norm']:.2f} | {speed * tc.batch_tokens / 1e3:.1f}k tok/s{pulse(numbers)} | "
+                   f"eta {(tc.max_steps - run.step) / speed / 60:.1f}m")
         if evaluating:
             numbers = evaluate(run.model, val, tc.dtype)
             topk = f" | topk {numbers['topk']:.4f}" if "topk" in numbers else ""
@@ -502,15 +512,16 @@ def train(run, log):
                    f"eval {run.step}/{tc.max_steps} | causal {numbers['causal']:.4f}{topk}{pulse(numbers)}")
         if halt or evaluating:
             run.save("ckpt.pt")
-            losses, clock = [], time.perf_counter()   # neither belongs to the steps
         if run.step in keep:
             run.save(f"step_{run.step}.pt")
+        if logging:
+            losses, clock = [], time.perf_counter()   # evaluating and saving are not part of the steps
     for signum, handler in before.items():
         signal.signal(signum, handler)
 
 
 def main(argv):
-    given, (rank, world) = parse(argv, __doc__, MoRConfig, TrainConfig), join()
+    given, (rank, world) = parse(argv, __doc__, MoRConfig, TrainConfig), init_distributed()
     if rank:   # one process speaks, and writes
         sys.stdout = open(os.devnull, "w")
     checkpoint = load_checkpoint(given["resume"]) if given.get("resume") else None

@@ -35,8 +35,8 @@ LONGEST_WAIT = 300   # seconds that a server can ask for
 
 
 @contextmanager
-def alone(folder):
-    """Wait for, then hold, the lock of a folder: no two processes write the same part."""
+def locked(folder):
+    """Wait for the lock of a folder, and hold it: no two processes write the same part."""
     with open(folder / "lock", "w") as lock:
         if fcntl:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -89,7 +89,7 @@ class Fetch(threading.Thread):
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if not self.path.exists():
-                with alone(self.path.parent):
+                with locked(self.path.parent):
                     self.fetch()
         except OSError as error:
             self.error = OSError(f"{self.path} cannot be written ({error.strerror or error}): make room, or "
@@ -230,7 +230,8 @@ def check(path):
 class Shards:
     """Shard number -> path of that training file, or None past the last one; fetches the next one meanwhile.
 
-    keep: how many training files stay, with the one in use and the one ahead; 0: all.
+    keep: how many training files stay, including the one in use and the one ahead; 0: all. Another run that
+    had use for one of the others fetches it again.
     """
     def __init__(self, url, folder, prefix, keep):
         self.url, self.folder, self.prefix, self.keep, self.ahead = url, folder, prefix, keep, {}
