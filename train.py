@@ -193,19 +193,18 @@ def machine(device):
     return {}, "nothing here multiplies bfloat16 fast, so float32"
 
 
-def recipe(model, device, batch_tokens):
+def recipe(model, device):
     """Defaults that depend on the model: tiny has TrainConfig's, the paper's sizes those of its ablations,
-    10B tokens, except that a step has a quarter of the paper's tokens."""
+    except that a step has a quarter of the paper's tokens."""
     if model == "tiny":
         return {}
-    rows = 1   # in a micro-batch: a power of two, up to the paper's 16, estimated at 5 GB each for 360m
+    rows = 1   # in a micro-batch: a power of two, up to the paper's 16; a row of 360m is estimated at 5 GB
     if device.type == "cuda":
         need = 5e9 * PRESETS[model]["n_embd"] * PRESETS[model]["n_layer"] / (960 * 32)
         memory = torch.cuda.get_device_properties(device).total_memory
         rows = 2 ** max(0, min(4, int(math.log2(memory / need))))
-    return dict(data="fineweb_edu", learning_rate=3e-3, batch_size=rows, batch_tokens=batch_tokens,
-                max_steps=max(1, 10**10 // max(1, batch_tokens)), log_interval=10, eval_interval=1000,
-                eval_rows=800)
+    return dict(data="fineweb_edu", learning_rate=3e-3, batch_size=rows, batch_tokens=2**19, log_interval=10,
+                eval_interval=1000, eval_rows=800)
 
 
 def settle(given, checkpoint, world=1):
@@ -224,12 +223,14 @@ def settle(given, checkpoint, world=1):
         device = pick_device(given.get("device", "auto"))
         base = {"model": "tiny", **machine(device)[0], **given}
         base.update(PRESETS[base["model"]])
-        base.update(recipe(base["model"], device, given.get("batch_tokens", 2**19)))
+        base.update(recipe(base["model"], device))
     base.update(given)
     ours = {f.name: base.pop(f.name) for f in fields(MoRConfig) if f.name in base}
     config, tc = MoRConfig(**ours), TrainConfig(**base)
-    # What is open is settled for good, so that a branch, a longer run or other devices keep it.
+    # Defaults that depend on others become numbers, which a branch, a longer run or other devices keep.
     tc.batch_tokens = tc.grad_accum(config.block_size, world) * tc.batch_size * config.block_size * world
+    if tc.model != "tiny" and not checkpoint and "max_steps" not in given:   # 10B tokens, as the ablations
+        tc.max_steps = max(1, 10**10 // tc.batch_tokens)
     if tc.flops:
         cost = flops_per_token(config, config.block_size, paper=True) * tc.batch_tokens
         tc.max_steps = int(tc.flops / cost)
@@ -243,7 +244,7 @@ def settle(given, checkpoint, world=1):
 
 
 def check_out_dir(tc, checkpoint):
-    """Make out_dir. No checkpoint in it is overwritten, but by the run that goes on from its ckpt.pt."""
+    """Make out_dir. Refuses one that holds checkpoints, except to a run that goes on from its ckpt.pt."""
     out, mine = Path(tc.out_dir), checkpoint and checkpoint["path"].resolve()
     out.mkdir(parents=True, exist_ok=True)
     for path in sorted(out.glob("*.pt")):
@@ -470,12 +471,13 @@ def train(run, log):
     """Step until max_steps or Ctrl-C; log, evaluate and save on the way."""
     tc, stop, halt, losses, clock = run.tc, [], False, [], time.perf_counter()
     val = val_batches(run.source.val, tc.batch_size, run.config.block_size, tc.eval_rows, run.device)
+    # Every process evaluates on all of `val`, and has the same numbers without an exchange.
     keep = {int(s) for s in tc.keep_steps.split(",") if s}
 
     def ask(signum, frame):
         signal.signal(signum, signal.SIG_DFL)   # asked twice: leave at once; the last checkpoint is whole
         stop.append(signum)
-        os.write(2, b"finishing this step, then saving; once more to leave without\n")
+        run.rank or os.write(2, b"finishing this step, then saving; once more to leave without\n")
         if run.reading:
             raise KeyboardInterrupt
 

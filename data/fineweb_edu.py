@@ -29,6 +29,7 @@ EOF = 50256   # <|endoftext|>; in the shards it stands before each document
 VOCAB_SIZE = 50257
 PADDED = 50304   # rows of the embedding: a multiple of 128, which GPUs multiply faster
 VAL_TOKENS = 10_000_000   # of the 100M in the validation file
+START = np.array([MAGIC, VERSION], dtype="<i4").tobytes()   # of every token file
 CHUNK = 1 << 16   # bytes read at a time
 TRIES = 8   # failures in a row before a fetch gives up, with 1, 2, 4, ... seconds in between
 LONGEST_WAIT = 300   # seconds that a server can ask for
@@ -179,7 +180,7 @@ class Fetch(threading.Thread):
         Raises requests.RequestException if some are missing, ValueError if it is no shard."""
         size, begins = part.stat().st_size, part.open("rb").read(16)
         try:
-            if size < HEADER and np.array([MAGIC, VERSION], dtype="<i4").tobytes().startswith(begins[:8]):
+            if size < HEADER and START.startswith(begins[:8]):
                 raise requests.ConnectionError(f"only {size} bytes came")
             n = count_tokens(part)
             if total and total != HEADER + 2 * n:
