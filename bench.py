@@ -4,8 +4,9 @@
     python bench.py train --model=360m --batch_size=32 --steps=10 --rounds=6
     python bench.py gpu                          what a GPU makes of attention, of decoding and of bfloat16
 
-Variants take turns, so that a machine's moods are the same for all of them. A ratio is the median over the
-turns, with the least and the greatest in brackets. Out come a Markdown table and one JSON line for each row.
+In `train`, variants take turns, so that a machine's moods are the same for all of them. A ratio is the median
+over the turns, with the least and the greatest in brackets. Out come Markdown tables, and a JSON line for
+each row.
 """
 import json
 import statistics
@@ -166,6 +167,7 @@ def precision(bench, device):
         given = dict(model=bench.model, n_rec=3, data="python", batch_size=bench.batch_size or 8,
                      batch_tokens=0, max_steps=1000)
         run = train.Run(*train.settle({**given, **options, "device": str(device)}, None), source)
+        torch.set_float32_matmul_precision("high" if options["compile"] else "highest")
         losses[options["dtype"]] = [run.train_step()["lm"].item() for _ in range(20)]
     gap = max(abs(a - b) for a, b in zip(*losses.values()))
     return [{"step": s, **{f"loss, {dtype}": values[s - 1] for dtype, values in losses.items()},

@@ -119,7 +119,7 @@ def guarded(main):
     except (ValueError, OSError) as error:
         fail(error)
     except (RuntimeError, MemoryError) as error:
-        if "compiler" in str(error):
+        if re.search(r"C(\+\+)? compiler", str(error)):
             fail(f"torch.compile did not work ({str(error).splitlines()[0]}): use --compile=false")
         memory = re.search("out of memory|allocate memory|overflow", str(error))
         if isinstance(error, RuntimeError) and not memory:
@@ -390,7 +390,10 @@ class Run:
             torch.manual_seed((tc.seed + self.rank + 1000 * self.step) % 2**32)
         self.reader = Reader(source.train, tc.batch_size, config.block_size, tc.seed, self.device,
                              checkpoint and checkpoint["reader"], self.rank, self.world)
-        self.forward = torch.compile(self.model, fullgraph=True) if tc.compile else self.model
+        self.forward = self.model
+        if tc.compile:   # for the shapes that there are; a capacity warm-up has many
+            self.forward = torch.compile(self.model, fullgraph=True,
+                                         dynamic=None if tc.capacity_warmup else False)
         if self.world > 1:
             torch._dynamo.config.optimize_ddp = False   # gradients of shared weights come last: one graph
             self.forward = torch.nn.parallel.DistributedDataParallel(self.forward)

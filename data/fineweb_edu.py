@@ -105,6 +105,7 @@ class Fetch(threading.Thread):
             try:
                 self.request()
             except requests.RequestException as error:
+                # A try that got a chunk further than any before it begins the count anew.
                 moved = self.have() >= most + CHUNK
                 failures, most = 1 if moved else failures + 1, max(most, self.have())
                 status = getattr(error.response, "status_code", None)
@@ -122,7 +123,7 @@ class Fetch(threading.Thread):
                 time.sleep(pause)
 
     def request(self):
-        """Ask once for what is missing. Raises requests.RequestException where some is missing still."""
+        """Ask once for what is missing. Raises requests.RequestException if the file is incomplete still."""
         part, have, whole = self.part(), self.have(), None
         try:
             whole = part and self.wanted(HEADER + 2 * count_tokens(part))
