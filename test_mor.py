@@ -654,8 +654,8 @@ def test_cached(mode, dials):
         assert request.kv_entries == c.n_unshared * (row.shape[1] - 1) + c.n_shared * entries
 
 
-@pytest.mark.parametrize("mode, temperature", [(mode, 0.9) for mode in ROUTED[:4] + [dict(n_rec=1)]] +
-                         [(ROUTED[0], 0)])
+@pytest.mark.parametrize("mode, temperature", [(ROUTED[0], 0), *((mode, 0.9) for mode in ROUTED[1:4]),
+                                               (dict(n_rec=1), 0.9)])
 def test_independent(mode, temperature):
     """A text is the same alone or in company, whatever the slots, the patience and the length of the log, in
     a slot that others have used, and in memory full of NaN."""
@@ -815,7 +815,7 @@ def test_generate_edges():
 @pytest.mark.parametrize("mode", [ROUTED[0], ROUTED[3], dict(router="none", sharing="sequence")], ids=name)
 def test_compiled_steps(mode, monkeypatch):
     """Compiled, a whole generation needs one graph for the block and one for the head, and gives the same."""
-    graphs, prompts = [], [ids(1, T, seed=T)[0].tolist() for T in (1, 4, 9, 2, 7)]
+    graphs, prompts = [], [ids(1, T, seed=T)[0].tolist() for T in (1, 4, 9, 2)]
 
     def backend(graph, inputs):
         graphs.append(graph)
@@ -826,8 +826,8 @@ def test_compiled_steps(mode, monkeypatch):
     texts = []
     for compile in (False, True):
         engine = Engine(model, 3, compile=compile)
-        requests = [engine.submit(prompt, 8, seed) for seed, prompt in enumerate(prompts)]
-        assert sum(len(engine.step()) for _ in range(99)) == 40
+        requests = [engine.submit(prompt, 6, seed) for seed, prompt in enumerate(prompts)]
+        assert sum(len(engine.step()) for _ in range(99)) == 24
         texts.append([(r.tokens, r.depths) for r in requests])
     assert texts[0] == texts[1] and len(graphs) == 2
 
@@ -837,6 +837,7 @@ def test_compiled_steps(mode, monkeypatch):
 
 SMALL = ["--block_size=32", "--n_layer=5", "--n_embd=32", "--n_head=2", "--n_kv_head=1", "--n_ff=48",
          "--batch_size=2", "--eval_rows=4", "--log_interval=5", "--device=cpu", "--dtype=float32"]
+SMALLER = ["--n_embd=8", "--n_head=1"]   # for a vocabulary of 50304
 
 
 @pytest.fixture(scope="session")
@@ -1002,7 +1003,7 @@ def test_interrupted_wait(hub, go, capsys, monkeypatch):
         join(fetch, timeout)
     monkeypatch.setattr(fineweb_edu.Fetch, "join", pressed)
     with pytest.raises(KeyboardInterrupt):
-        go("--data=fineweb_edu", "--max_steps=9")
+        go("--data=fineweb_edu", "--max_steps=9", *SMALLER)
     assert "saved out/ckpt.pt at step 5" in capsys.readouterr().out
     assert torch.load("out/ckpt.pt", weights_only=True)["reader"] == dict(epoch=0, shard=0, window=10)
 
@@ -1421,7 +1422,7 @@ def test_disk_full(hub, go, capsys):
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
         try:
             with pytest.raises(OSError, match="File too large.*make room.*--keep_shards=2"):
-                go("--data=fineweb_edu", "--max_steps=9")
+                go("--data=fineweb_edu", "--max_steps=9", *SMALLER)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert train.Run.saved == [5]
@@ -1434,7 +1435,7 @@ def test_streaming(hub, go, capsys, monkeypatch):
     the middle of a batch, and resumed again, ends as an unbroken one does. Old shards go where that is asked
     for."""
     options = ["--data=fineweb_edu", "--max_steps=17", "--eval_interval=6", "--n_rec=2", "--eval_rows=2",
-               "--batch_size=3", "--n_embd=8", "--n_head=1"]
+               "--batch_size=3", *SMALLER]
     monkeypatch.setenv("HF_ENDPOINT", hub.url + "/")
     monkeypatch.setenv("HF_TOKEN", "secret")
     go(*options, "--out_dir=whole")
@@ -1574,7 +1575,7 @@ def test_gpt2_text(go, capsys, monkeypatch, hub):
     """A checkpoint says how its ids become text: here by tiktoken, with a vocabulary of bytes and of pairs
     that begin with a space; padded ids are not drawn. Where tiktoken has no vocabulary, a line says so."""
     import tiktoken
-    go("--data=fineweb_edu", "--max_steps=1", "--n_rec=2")
+    go("--data=fineweb_edu", "--max_steps=1", "--n_rec=2", *SMALLER)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "nothing")
     for name in ("HTTPS_PROXY", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
