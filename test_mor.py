@@ -1041,16 +1041,17 @@ def test_accumulation(go):
 
 def test_processes(go, text):
     """Two processes, and one with twice the batch, make the same steps; one of the two writes."""
-    runs = []
-    for mode in (["--aux_coef=1"], ["--router=token", "--balance=loss_free"]):
-        options = ["--max_steps=3", "--batch_tokens=256", "--log_interval=1", "--eval_interval=2", *mode]
-        go(*options, "--batch_size=4", f"--out_dir=one{mode[0]}")
-        runs.append([f"--data={text}", "--data_dir=data", *SMALL, *options, f"--out_dir=two{mode[0]}"])
-    Path("both.py").write_text(f"import train\nfor argv in {runs}:\n    train.main(argv)\n")
+    runs = [["--max_steps=3", "--batch_tokens=256", "--log_interval=1", "--eval_interval=2", *mode]
+            for mode in (["--aux_coef=1"], ["--router=token", "--balance=loss_free"])]
+    both = [[f"--data={text}", "--data_dir=data", *SMALL, *run, f"--out_dir=two{run[4]}"] for run in runs]
+    Path("both.py").write_text(f"import train\nfor argv in {both}:\n    train.main(argv)\n")
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "both.py"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(argv, env=env, capture_output=True)
-    assert result.returncode == 0 and result.stdout.count(b"step 3/3") == 2, result.stderr.decode()
+    process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    for run in runs:
+        go(*run, "--batch_size=4", f"--out_dir=one{run[4]}")
+    out, err = process.communicate()
+    assert process.returncode == 0 and out.count(b"step 3/3") == 2, err.decode()
     for mode in ("--aux_coef=1", "--router=token"):
         one, two = (torch.load(f"{d}{mode}/ckpt.pt", weights_only=True) for d in ("one", "two"))
         assert one["reader"] == two["reader"] and one["step"] == two["step"] == 3
@@ -1431,41 +1432,39 @@ def test_disk_full(hub, go, capsys):
 
 
 def test_streaming(hub, go, capsys, monkeypatch):
-    """Three shards. A run that is killed in the second, resumed without the files, left without the third in
-    the middle of a batch, and resumed again, ends as an unbroken one does. Old shards go where that is asked
-    for."""
+    """Three shards. A run that is killed in the second, resumed in an empty folder, left without the third
+    in the middle of a batch, and resumed again, ends as an unbroken one does. Old shards go where that is
+    asked for."""
     options = ["--data=fineweb_edu", "--max_steps=17", "--eval_interval=6", "--n_rec=2", "--eval_rows=2",
                "--batch_size=3", *SMALLER]
-    monkeypatch.setenv("HF_ENDPOINT", hub.url + "/")
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    go(*options, "--out_dir=whole")
-    assert "epoch 2 begins" in capsys.readouterr().out
-    names = [path.rsplit("/")[-1] for path, _, _ in hub.seen]
-    assert names[:4] == ["edu_fineweb_val_000000.bin", *(f"edu_fineweb_train_{i:06}.bin" for i in (1, 2, 3))]
-    assert {(token, path.count("//")) for path, _, token in hub.seen} == {("Bearer secret", 0)}
-    folder = Path("data/fineweb-edu-100B-gpt2-token-shards")
-    assert hub.seen[0][0] == f"/datasets/karpathy/{folder.name}/resolve/main/edu_fineweb_val_000000.bin"
-    for path in folder.iterdir():
-        path.unlink()
     code = ("import os, sys, torch, train; step = train.Run.train_step\n"
             "def killed(run):\n"
             "    os.kill(os.getpid(), 9) if run.step == 7 else None\n"
             "    return step(run)\n"
             "torch.set_num_threads(1); train.Run.train_step = killed; train.main(sys.argv[1:])\n")
-    argv = [sys.executable, "-c", code, "--data_dir=data", *SMALL, *options, "--keep_shards=2"]
-    result = subprocess.run(argv, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
-    assert result.returncode == -9 and torch.load("out/ckpt.pt", weights_only=True)["step"] == 6
-    for path in folder.iterdir():
-        path.unlink()
-    resume = ["--resume=out", "--data_dir=data", "--keep_shards=2"]
+    argv = [sys.executable, "-c", code, "--data_dir=killed", *SMALL, *options, "--keep_shards=2"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    monkeypatch.setenv("HF_ENDPOINT", hub.url + "/")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    go(*options, "--out_dir=whole")
+    assert "epoch 2 begins" in capsys.readouterr().out
+    paths = [path for path, _, token in hub.seen if token == "Bearer secret"]
+    folder = Path("data/fineweb-edu-100B-gpt2-token-shards")
+    assert paths[:4] == [f"/datasets/karpathy/{folder.name}/resolve/main/edu_fineweb_{part}.bin"
+                         for part in ("val_000000", "train_000001", "train_000002", "train_000003")]
+    assert process.wait() == -9 and torch.load("out/ckpt.pt", weights_only=True)["step"] == 6
+    resume = ["--resume=out", "--data_dir=again", "--keep_shards=2"]
     hub.faults = ["", "", "401", "401"]
     with pytest.raises(ValueError, match="000003.bin cannot be had"):
         train.main(resume)
+    hub.faults = []
     lost = torch.load("out/ckpt.pt", weights_only=True)
     assert lost["step"] == 6 and lost["reader"] == dict(epoch=0, shard=1, window=8)
     assert train.main(resume) == 0
     assert same(weights("whole/ckpt.pt"), weights("out/ckpt.pt"))
-    assert [p.name[-5] for p in folder.glob("*train*")] == ["3"]   # of the second epoch, and none ahead
+    kept = [p.name[-5] for p in (Path("again") / folder.name).glob("*train*")]
+    assert kept == ["3"]   # of the second epoch, and none ahead
     assert "tiktoken" not in sys.modules
 
 
