@@ -952,7 +952,11 @@ def test_resume(go, options):
 def test_branch(go, capsys):
     """A plateau checkpoint resumed with a smaller max_steps cools down; what contradicts the checkpoint is
     refused."""
-    go("--max_steps=20", "--keep_steps=8", "--out_dir=long")
+    saved, save = [], train.save_checkpoint
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "save_checkpoint", lambda *what: save(*what) or saved.append(what[0].name))
+        go("--max_steps=20", "--keep_steps=8", "--out_dir=long", "--eval_interval=8")
+    assert saved == ["step_8.pt", "ckpt.pt", "ckpt.pt", "ckpt.pt"]   # killed in between, step_8.pt is there
     go("--resume=long/step_8.pt", "--max_steps=10", "--out_dir=branch")
     lr = [json.loads(line)["lr"] for line in open("branch/log.jsonl") if '"lr"' in line]
     assert lr == pytest.approx([5e-3 * 0.5]) and torch.load("branch/ckpt.pt", weights_only=True)["step"] == 10

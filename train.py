@@ -515,10 +515,10 @@ def train(run, log):
             topk = f" | topk {numbers['topk']:.4f}" if "topk" in numbers else ""
             record({f"val_{name}": value for name, value in numbers.items()},
                    f"eval {run.step}/{tc.max_steps} | causal {numbers['causal']:.4f}{topk}{pulse(numbers)}")
+        if run.step in keep:   # first: a run that goes on from ckpt.pt does not come by this step again
+            run.save(f"step_{run.step}.pt")
         if halt or evaluating:
             run.save("ckpt.pt")
-        if run.step in keep:
-            run.save(f"step_{run.step}.pt")
         if logging:
             losses, clock = [], time.perf_counter()   # evaluating and saving are not part of the steps
     for signum, handler in before.items():
