@@ -462,6 +462,13 @@ def mfu(run, tokens_per_s):
     return peak and cost * tokens_per_s / (peak * run.world)
 
 
+def gpu_numbers(run, tokens_per_s):
+    """What a log line says of a GPU: its memory at most, and mfu."""
+    if run.device.type != "cuda":
+        return {}
+    return {"peak_gb": torch.cuda.max_memory_allocated() / 1e9, "mfu": mfu(run, tokens_per_s)}
+
+
 def any_process(flag, world):
     """Whether the flag is true in any process, so that all do the same."""
     flag = torch.tensor(float(flag))
@@ -471,10 +478,9 @@ def any_process(flag, world):
 
 
 def train(run, log):
-    """Step until max_steps or Ctrl-C; log, evaluate and save on the way."""
+    """Step until max_steps or Ctrl-C; log, evaluate (each process on all rows) and save on the way."""
     tc, stop, halt, losses, clock = run.tc, [], False, [], time.perf_counter()
     val = val_batches(run.source.val, tc.batch_size, run.config.block_size, tc.eval_rows, run.device)
-    # Every process evaluates on all of `val`, and has the same numbers without an exchange.
     keep = {int(s) for s in tc.keep_steps.split(",") if s}
 
     def ask(signum, frame):
@@ -504,9 +510,7 @@ def train(run, log):
                 raise ValueError(f"loss {lm}, gradient {numbers['norm']} at step {run.step}: start again with"
                                  f" --learning_rate below {tc.learning_rate}; no checkpoint was lost")
             numbers.update(lm=lm, lr=lr_at(run.step - 1, tc), tokens_per_s=speed * tc.batch_tokens)
-            if run.device.type == "cuda":
-                numbers["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-                numbers["mfu"] = mfu(run, numbers["tokens_per_s"])
+            numbers.update(gpu_numbers(run, speed * tc.batch_tokens))
             record(numbers, f"step {run.step}/{tc.max_steps} | loss {lm:.3f} | lr {numbers['lr']:.1e} | norm "
                    f"{numbers['norm']:.2f} | {speed * tc.batch_tokens / 1e3:.1f}k tok/s{pulse(numbers)} | "
                    f"eta {(tc.max_steps - run.step) / speed / 60:.1f}m")
