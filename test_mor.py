@@ -1605,17 +1605,155 @@ def test_gpt2_text(go, capsys, monkeypatch, hub):
 # ------------------------------------------------------------------------------------------------------------
 # bench.py
 
-def test_bench_train(tmp_path, monkeypatch, capsys):
-    """Every variant is measured beside a plain Transformer of its depth."""
+def measured(capsys, argv):
+    """The rows of the tables that bench.py prints."""
+    bench.main([*argv, "--device=cpu"])
+    out = capsys.readouterr().out.splitlines()
+    rows = [json.loads(line) for line in out if line.startswith("{")]
+    assert len(rows) == sum(line.startswith("| ") for line in out) - sum(line.startswith("| -") for line in out) * 2
+    return rows
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """A smaller size called tiny, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(PRESETS, "tiny", dict(PRESETS["tiny"], n_embd=48, n_ff=64, block_size=32))
-    bench.main(["train", "--rounds=2", "--steps=1", "--batch_size=2", "--device=cpu"])
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+
+
+def test_bench_cost(monkeypatch, capsys):
+    """The paper's parameters, tokens (rounded up in its Table 3) and ratios; and entries counted in the log."""
+    for mode in (dict(n_rec=1), dict(n_rec=3), dict(n_rec=3, cache="shared"), dict(n_rec=4, router="token")):
+        config = MoRConfig(**PRESETS["tiny"], **mode)
+        depth, counted = bench.count_kv(config)
+        assert counted == pytest.approx(kv_bytes_per_token(config, depth), rel=1e-6)
+    monkeypatch.setattr(bench, "count_kv", lambda c: (1.0, 0.0))
+    rows = measured(capsys, ["cost"])
+    known = [row for row in rows if row.get("paper")]
+    assert len(known) == len(bench.TABLE_3)
+    for row in known:
+        ours = float(row["parameters"][:-1]), float(row["tokens for 16.5e18"][:-1])
+        paper = [float(number[:-1]) for number in row["paper"].split(", ")]
+        assert abs(ours[0] - paper[0]) < 0.5 and 0 <= paper[1] - ours[1] < 1
+    ratios = {(row["recursions"], row["cache"]): row for row in rows[12:]}
+    for n in (2, 3, 4):   # paper, Table 2
+        assert ratios[n, "recursion"]["KV memory"] == pytest.approx((n + 1) / (2 * n))
+        assert ratios[n, "recursion"]["KV read"] == pytest.approx((n + 1) / (2 * n))
+        assert ratios[n, "shared"]["KV memory"] == pytest.approx(1 / n) and ratios[n, "shared"]["KV read"] == 1
+    assert ratios[3, "recursion"]["KV memory, model"] == pytest.approx(22 / 32)
+    assert ratios[3, "recursion"]["attention FLOPs"] == pytest.approx((1 + 4 / 9 + 1 / 9) / 3)
+
+
+def test_bench_train(small, capsys):
+    """Every variant is measured beside a plain Transformer of its depth."""
+    rows = measured(capsys, ["train", "--rounds=2", "--steps=1", "--batch_size=2"])
     plain = flops_per_token(MoRConfig(**PRESETS["tiny"], n_rec=1), 32)
     assert [r["model"] for r in rows[:3]] == ["plain, 8 layers", "plain, 10 layers", "MoR-2, expert"]
     assert len(rows) == 8 and rows[0]["time / plain"] == "1.00 [1.00 1.00]"
     assert rows[3]["FLOPs / plain"] == flops_per_token(MoRConfig(**PRESETS["tiny"], n_rec=3), 32) / plain
-    for argv, words in [
-            ([], "name what to measure: train or gpu"), (["trian"], "name what"),
-            (["train", "--rounds=0"], "rounds=0"), (["gpu", "--device=cpu"], "needs an NVIDIA GPU")]:
+    for argv, words in [(["trian"], "trian cannot be measured: choose cost, train"),
+                        (["train", "--rounds=0"], "rounds=0"), (["gpu", "--device=cpu"], "needs an NVIDIA GPU"),
+                        (["generate", "--quick=1"], "a row of 512 tokens does not fit"),
+                        (["look"], "there is no checkpoint out")]:
         assert words in refusal(bench.main, argv, capsys)
+
+
+def test_bench_generate(small, monkeypatch, capsys):
+    """As many slots, then as much memory; what is timed is held to the forward without a cache."""
+    monkeypatch.setattr(bench, "GROWTH", [(8, 2), (16, 3)])
+    options = ["generate", "--rounds=2", "--passes=6", "--slots=4"]
+    rows = measured(capsys, options)
+    plain = {row["model"]: row for row in rows[1::-1]}
+    assert list(plain) == ["plain, 10 layers", "plain, 8 layers"] and [r["slots"] for r in rows[-2:]] == [2, 3]
+    for row in rows[:-2]:
+        deep = plain["plain, 10 layers" if row["model"] in ("MoR-4", "plain, 10 layers") else "plain, 8 layers"]
+        share = row["KV MB"] / row["slots"]
+        assert row["checked"] == 1 and row["layers / plain"] <= 1
+        if row["slots"] > 4 and row["model"] != "plain, 8 layers":
+            assert deep["KV MB"] - share < row["KV MB"] <= deep["KV MB"]
+    assert {row["model"] for row in rows if row["slots"] == 8 and "cache" in row["model"]}   # half the layers keep
+    assert rows[0]["speed / plain"] == "1.00 [1.00 1.00]"
+    wrong = generate
+    monkeypatch.setattr(bench, "generate", lambda *args, **rest: [
+        replace(text, tokens=[(t + 1) % 257 for t in text.tokens]) for text in wrong(*args, **rest)])
+    assert "would write only" in refusal(bench.main, options, capsys)
+
+
+def test_bench_quality(small, text, monkeypatch, capsys):
+    """Trains what the table says, in equal tokens or FLOPs, goes on where it stopped, and trains nothing twice."""
+    trainings = bench.study(bench.BenchConfig(max_steps=400))
+    assert len(trainings) == 13
+    for name, options in trainings.items():
+        given = train.parse(options.split(), "", MoRConfig, train.TrainConfig)
+        config, tc = train.settle(given, None)
+        assert config.n_rec == 1 or n_params(config, embedding=False) < n_params(MoRConfig(**PRESETS["tiny"], n_rec=1))
+        cost = flops_per_token(config, 32, paper=True) * tc.max_steps
+        target = flops_per_token(MoRConfig(**PRESETS["tiny"], n_rec=1), 32, paper=True) * 400
+        assert abs(cost / target - 1) < 0.003 if "equal FLOPs" in name else tc.max_steps == 400
+    few = {name: trainings[name].replace("400", "2") for name in (
+        "plain", "recursive, middle_cycle", "MoR, expert", "MoR, expert, shared cache", "MoR, token")}
+    commands = []
+
+    def run(command, **options):
+        """As subprocess.run, in this process, where threads cannot have signals."""
+        commands.append(command[2:])
+        return SimpleNamespace(returncode=train.main(command[2:]), stderr="")
+    monkeypatch.setattr(train, "find_source", lambda tc: python_source.source(str(text), tc.data_dir))
+    monkeypatch.setattr(train.signal, "signal", lambda *args: None)
+    monkeypatch.setattr(bench, "study", lambda config: few)
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    argv = ["quality", "--seeds=1", "--eval_rows=8", "--rounds=1", "--passes=2", "--slots=2"]
+    rows = measured(capsys, argv)
+    assert len(commands) == 5 and all("--seed=1337" in command for command in commands)
+    for row, (name, command) in zip(rows, zip(few, commands)):
+        log = Path(command[-1].removeprefix("--out_dir="), "log.jsonl").read_text().splitlines()
+        assert row["model"] == name and row["loss, causal"].startswith(f"{json.loads(log[-1])['val_causal']:.3f}")
+    assert [row["threshold"] for row in rows[9:14]] == [0.1, 0.3, 0.5, 0.7, 0.9]
+    assert float(rows[9]["mean depth"]) >= float(rows[13]["mean depth"])
+    assert measured(capsys, argv)[:9] == rows[:9] and len(commands) == 5
+
+
+def test_bench_trained(tmp_path, monkeypatch):
+    """A training is started, gone on with, or only read, as its folder says; and its failure is told."""
+    out, commands, code = tmp_path / "plain", [], 0
+    out.mkdir()
+
+    def run(command, **options):
+        commands.append(command[2:])
+        (out / "log.jsonl").write_text(json.dumps(dict(argv=["--x=1", f"--out_dir={out}"])) + "\n"
+                                       + json.dumps(dict(val_causal=2.0)) * (code == 0))
+        return SimpleNamespace(returncode=code, stderr="x.py: no\n")
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    code = 130
+    with pytest.raises(ValueError, match="--x=1 --out_dir=.* ended with: x.py: no"):
+        bench.trained(["--x=1"], out, "1")
+    code = 0
+    (out / "ckpt.pt").touch()
+    for _ in range(2):
+        assert bench.trained(["--x=1"], out, "1")[1] == {"val_causal": 2.0}
+    assert commands == [["--x=1", f"--out_dir={out}"], ["--x=1", f"--out_dir={out}", f"--resume={out}"]]
+    with pytest.raises(ValueError, match="holds another run"):
+        bench.trained(["--x=2"], out, "1")
+
+
+def test_bench_look():
+    """Kinds of bytes, and the norms and cosines of unrolled layers."""
+    text = b"a1 = f(bc)\n  x"
+    depth = list(range(1, len(text) + 1))
+    rows = {row["byte"]: (row["bytes"], row["mean depth"]) for row in bench.by_kind([list(text)], [depth], 3)}
+    assert rows == {"first of a word": (4, (1 + 6 + 8 + 14) / 4), "digit": (1, 2), "space": (2, 4), "other": (1, 4),
+                    "opening bracket": (1, 7), "later in a word": (1, 9), "closing bracket": (1, 10),
+                    "new line": (1, 11), "indentation": (2, 12.5)}
+    for cache in ("recursion", "shared"):
+        model = build(n_rec=3, cache=cache)
+        x = ids(2, 32)
+        rows = bench.unrolled(model, x)
+        assert [row["layer"] for row in rows] == ["first", "1.1", "1.2", "2.1", "2.2", "3.1", "3.2", "last"]
+        _, _, routing = model(x, causal=True)
+        assert [row["tokens"] for row in rows[1:7:2]] == [(routing.depth > r).sum().item() for r in range(3)]
+        assert all(row["hidden, cosines"][-2] == "9" for row in rows)   # each with itself
+        assert (rows[3]["key"] == "") == (cache == "shared") and ("." in rows[3]["key, cosines"]) == (cache == "shared")
+        first = model.first[0]
+        h = model.wte(x.flatten())
+        _, v = first.attn.kv_proj(first.attn_norm(h)).chunk(2, dim=1)
+        assert rows[0]["value"] == pytest.approx(v.norm(dim=1).mean().item())

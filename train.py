@@ -243,6 +243,13 @@ def settle(given, checkpoint, world=1):
     return config, tc
 
 
+def find_source(tc):
+    """The data, see shards.Source."""
+    if tc.data in fineweb_edu.SETS:
+        return fineweb_edu.source(tc.data, tc.data_dir, tc.keep_shards)
+    return python_source.source(tc.data, tc.data_dir)
+
+
 def check_out_dir(tc, checkpoint):
     """Make out_dir. Refuses one that holds checkpoints, except to a run that goes on from its ckpt.pt."""
     out, mine = Path(tc.out_dir), checkpoint and checkpoint["path"].resolve()
@@ -539,10 +546,7 @@ def main(argv):
     print(f"{device}: {machine(device)[1]}. Chosen: --model={tc.model} --data={tc.data} --dtype={tc.dtype} "
           f"--compile={tc.compile}; --help lists what else there is")
     check_out_dir(tc, checkpoint)
-    if tc.data in fineweb_edu.SETS:
-        source = fineweb_edu.source(tc.data, tc.data_dir, tc.keep_shards)
-    else:
-        source = python_source.source(tc.data, tc.data_dir)
+    source = find_source(tc)
     if "vocab_size" not in given and not checkpoint:
         config.vocab_size = source.vocab_size
     if config.vocab_size < source.vocab_size:
