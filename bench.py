@@ -464,8 +464,9 @@ def quality(bench):
 
 def validation(checkpoint, bench, device):
     """Batches of the text that a checkpoint was validated with."""
-    tc, T = train.TrainConfig(**checkpoint["train_config"]), checkpoint["config"]["block_size"]
-    return val_batches(train.find_source(replace(tc, data_dir=bench.data_dir)).val, 8, T, bench.eval_rows, device)
+    tc = replace(train.TrainConfig(**checkpoint["train_config"]), data_dir=bench.data_dir)
+    T = checkpoint["config"]["block_size"]
+    return val_batches(train.find_source(tc).val, 8, T, bench.eval_rows, device)
 
 
 @torch.inference_mode()
