@@ -6,7 +6,7 @@
     python bench.py generate     tokens a second of the engine, at equal slots and at equal KV memory
     python bench.py quality      losses of models trained alike: an hour on two cores
     python bench.py look         what a trained router does, and what unrolled layers have in common
-    python bench.py gpu          what a GPU makes of attention, of decoding and of bfloat16
+    python bench.py gpu          what a GPU makes of attention, and of bfloat16
     python bench.py train --model=135m --batch_size=1      each part for another size
 
 Variants take turns, so that a machine's moods are the same for all of them. A ratio is the median over the
@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Literal
@@ -40,17 +41,23 @@ from data.shards import val_batches
 from mor import (Engine, MoR, MoRConfig, PRESETS, flops_per_token, generate, kv_bytes_per_token, n_params,
                  shares)
 
+SIZE = tuple(PRESETS["tiny"])   # the options of a model's size
+VARIANTS = {"plain": dict(n_rec=1), **{f"recursive-{n}": dict(n_rec=n, router="none") for n in (2, 3, 4)},
+            **{f"MoR-{n}, {router}" + ", shared cache" * (cache == "shared"):
+               dict(n_rec=n, router=router, cache=cache)
+               for router in ("expert", "token") for cache in ("recursion", "shared") for n in (2, 3, 4)}}
+
 
 @dataclass
 class BenchConfig:
     """What to measure, and for how long."""
-    model: Literal[tuple(PRESETS)] = "tiny"  # sizes; of cost 360m, on an NVIDIA GPU of most parts
+    model: Literal[tuple(PRESETS)] = "tiny"  # sizes; of cost 360m, on an NVIDIA GPU of all parts but quality
     batch_size: int = 0  # train: rows in a step; 0: as train.py chooses
     rounds: int = 7  # turns of each variant
     steps: int = 5  # train: steps in a turn
     passes: int = 40  # generate: passes of the shared block in a turn
     slots: int = 32  # generate: texts in flight
-    quick: int = 0  # generate: texts are so many times shorter than 256 tokens; 0: by block_size
+    quick: int = 0  # generate: texts are so many times shorter than 256 tokens; 0: as block_size demands
     max_steps: int = 1000  # quality: steps of each training
     seeds: int = 2  # quality: trainings of each model
     eval_rows: int = 800  # quality, look: rows of validation text
@@ -67,44 +74,50 @@ class BenchConfig:
     n_ff: int = 0  # width inside the MLP
 
     def __post_init__(self):
+        least = {"passes": 8}   # in which each engine ends a token
         for f in fields(self):
-            if f.type is int and getattr(self, f.name) < min(1, f.default):
-                raise ValueError(f"{f.name}={getattr(self, f.name)} must be at least {min(1, f.default)}")
+            if f.type is int and getattr(self, f.name) < (bound := least.get(f.name, min(1, f.default))):
+                raise ValueError(f"{f.name}={getattr(self, f.name)} must be at least {bound}")
         plain = MoRConfig(**PRESETS[self.model])
         self.size = {name: getattr(self, name) or getattr(plain, name) for name in SIZE}
 
 
-SIZE = tuple(PRESETS["tiny"])   # names of the options of size
-
-
-def finish(device):
-    """Wait for the device."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
-
-
 def seconds(device, f, n=1):
     """Seconds that a call of f takes, the mean of n, with the device done before and after."""
-    finish(device)
+    finish = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
+    finish()
     start = time.perf_counter()
     for _ in range(n):
         f()
-    finish(device)
+    finish()
     return (time.perf_counter() - start) / n
+
+
+def race(turns, rounds, name):
+    """What functions return, by name, over rounds in which each has its turn."""
+    values = {key: [] for key in turns}
+    for _ in tqdm(range(rounds), name):
+        for key, turn in turns.items():
+            values[key].append(turn())
+    return values
 
 
 def spread(values, digits=2):
     return f"{statistics.median(values):.{digits}f} [{min(values):.{digits}f} {max(values):.{digits}f}]"
 
 
-def table(rows):
+def ratios(values, others):
+    return spread([a / b for a, b in zip(values, others)])
+
+
+def table(title, rows):
     """Print dicts with the same keys as a Markdown table, then as JSON lines."""
-    print("\n| " + " | ".join(rows[0]) + " |\n|" + " --- |" * len(rows[0]))
+    print(f"\n**{title}**\n\n| " + " | ".join(rows[0]) + " |\n|" + " --- |" * len(rows[0]))
     for row in rows:
         print("| " + " | ".join(f"{v:,.3g}" if isinstance(v, float) else str(v) for v in row.values()) + " |")
     print()
     for row in rows:
-        print(json.dumps(row, ensure_ascii=False), flush=True)
+        print(json.dumps({"table": title, **row}, ensure_ascii=False), flush=True)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -119,28 +132,29 @@ TABLE_3 = {"plain": "315M, 20B", "recursive-2": "167M, 20B", "recursive-3": "118
 
 def cost(bench):
     """Parameters, forward FLOPs and bytes of cache per token by formula, beside what the paper says."""
-    variants = {"plain": dict(n_rec=1), **{f"recursive-{n}": dict(n_rec=n, router="none") for n in (2, 3, 4)}}
-    for router, sizes in (("expert", (2, 3, 4)), ("token", (3,))):
-        for cache, name in (("recursion", ""), ("shared", ", shared cache")):
-            variants |= {f"MoR-{n}, {router}{name}": dict(n_rec=n, router=router, cache=cache) for n in sizes}
     rows, plain, T = [], MoRConfig(**bench.size, n_rec=1), bench.size["block_size"]
-    for name, options in tqdm(variants.items(), "cost"):
-        c = MoRConfig(**bench.size, **options)
-        paper, true, kv = flops_per_token(c, T, paper=True), flops_per_token(c, T), kv_bytes_per_token(c)
+    configs = {name: MoRConfig(**bench.size, **options) for name, options in VARIANTS.items()}
+    million = lambda number: f"{number / 1e6:,.1f}M"
+    unrolled = {d: million(n_params(replace(plain, n_layer=d), embedding=False))
+                for d in {c.effective_depth for c in configs.values()}}
+    for name, c in tqdm(configs.items(), "cost"):
+        paper, every, kv = flops_per_token(c, T, paper=True), flops_per_token(c, T), kv_bytes_per_token(c)
         depth, counted = count_kv(c)
-        row = {"model": name, "parameters": f"{n_params(c, embedding=False) / 1e6:.1f}M",
-               "layers": f"{c.n_unshared + c.n_shared} of {c.effective_depth}",
-               "FLOPs as the paper": f"{paper / 1e6:,.1f}M",
-               "/ plain": paper / flops_per_token(plain, T, paper=True),
-               "all FLOPs": f"{true / 1e6:,.1f}M", "all / plain": true / flops_per_token(plain, T),
+        row = {"model": name,
+               "layers, unique / unrolled": f"{c.n_unshared + c.n_shared} / {c.effective_depth}",
+               "parameters": million(n_params(c, embedding=False)),
+               "unrolled": unrolled[c.effective_depth],
+               "FLOPs, paper's count": million(paper),
+               "paper FLOPs / plain": paper / flops_per_token(plain, T, paper=True),
+               "FLOPs, all": million(every), "all FLOPs / plain": every / flops_per_token(plain, T),
                "KV bytes": f"{kv:,.0f}", "KV / plain": kv / kv_bytes_per_token(plain),
-               "KV counted at a depth": f"{counted:,.0f} at {depth:.2f}",
-               "formula there": f"{kv_bytes_per_token(c, depth):,.0f}"}
+               "KV counted (formula) at a depth":
+               f"{counted:,.0f} ({kv_bytes_per_token(c, depth):,.0f}) at {depth:.2f}"}
         if bench.size == BenchConfig("360m").size:
             row |= {"tokens for 16.5e18": f"{16.5e9 / paper:.1f}B", "paper": TABLE_3.get(name, "")}
         rows.append(row)
-    table(rows)
-    table(table_2(bench))
+    table(f"{bench.model}: parameters outside the embedding; FLOPs and bytes of cache for a token", rows)
+    table("Table 2 of the paper, which is about recursions alone, and that of the model", table_2(bench))
 
 
 @torch.inference_mode()
@@ -149,11 +163,15 @@ def count_kv(c):
     model of as many layers that is only two numbers wide."""
     torch.manual_seed(0)
     narrow = dict(n_head=1, n_kv_head=1, n_embd=2, n_ff=1, vocab_size=999, block_size=300)
-    arch = "random" if c.router == "expert" and c.routed else "linear"
+    arch = "random" if c.router == "expert" else "linear"
     model, prompt = MoR(replace(c, **narrow, router_arch=arch)).eval(), torch.randint(999, (300,))
-    text = generate(model, [prompt.tolist()], 1)[0]
+    engine = Engine(model, slots=1)
+    engine.submit(prompt.tolist(), 1)
+    for _ in engine.run():
+        pass
+    written = sum(k.any(dim=-1).sum().item() for k, _ in engine.log.kv.values())   # entries that are not zero
     depth = model(prompt[None], causal=True)[2].health["mean_depth"].item()
-    return depth, text.kv_entries / len(prompt) * 2 * c.n_kv_head * c.head_dim * 2
+    return depth, written / len(prompt) * 2 * c.n_kv_head * c.head_dim * 2
 
 
 def table_2(bench):
@@ -167,8 +185,7 @@ def table_2(bench):
             memory, read, attention = (1 / n, 1.0, mean) if cache == "shared" else (mean, mean, square)
             row = {"recursions": n, "cache": cache}
             for name, x in {"KV memory": memory, "KV read": read, "attention FLOPs": attention}.items():
-                row[name] = x
-                row[f"{name}, model"] = (c.n_unshared + c.n_shared * n * x) / c.effective_depth
+                row |= {name: x, f"{name}, model": (c.n_unshared + c.n_shared * n * x) / c.effective_depth}
             rows.append(row)
     return rows
 
@@ -176,47 +193,47 @@ def table_2(bench):
 # ------------------------------------------------------------------------------------------------------------
 # train
 
-def train_step(bench):
+def training(bench):
     """Training steps of train.py, data and optimizer included, of MoR and of a plain Transformer as deep."""
-    device = train.pick_device(bench.device)
+    device, names = train.pick_device(bench.device), [f"MoR-{n}, expert" for n in (2, 3, 4)]
+    names += ["MoR-3, expert, shared cache", "MoR-3, token", "recursive-3"]
     base = dict(bench.size, device=bench.device, model=bench.model, data="python", batch_tokens=0, n_rec=1,
                 max_steps=10**6, compile=bench.compile)
     base |= dict(batch_size=bench.batch_size) if bench.batch_size else {}
-    variants = [(f"MoR-{n}, expert", dict(n_rec=n)) for n in (2, 3, 4)]
-    variants += [("MoR-3, expert, shared cache", dict(n_rec=3, cache="shared")),
-                 ("MoR-3, token", dict(n_rec=3, router="token")),
-                 ("recursive-3", dict(n_rec=3, router="none"))]
-    depths = [train.settle({**base, **options}, None)[0].effective_depth for _, options in variants]
-    variants = [(f"plain, {depth} layers", dict(n_layer=depth)) for depth in sorted(set(depths))] + variants
-    source, runs, memory = python_source.source("python", bench.data_dir), {}, {}
+    settled = {name: train.settle({**base, **VARIANTS[name]}, None) for name in names}
+    depths = sorted({config.effective_depth for config, _ in settled.values()})
+    plain = {f"plain, {d} layers": train.settle({**base, "n_layer": d}, None) for d in depths}
+    source, runs, memory, peak = python_source.source("python", bench.data_dir), {}, {}, {}
     used = torch.cuda.memory_allocated if device.type == "cuda" else lambda: 0
-    for name, options in variants:
-        before, (config, tc) = used(), train.settle({**base, **options}, None)
+    for name, (config, tc) in (plain | settled).items():
+        if config.vocab_size < source.vocab_size:
+            raise ValueError(f"vocab_size={config.vocab_size} must be at least {source.vocab_size} here")
+        before = used()
         runs[name] = run = train.Run(config, tc, source)
         warm = seconds(device, run.train_step)   # compiles
         memory[name] = used() - before
         run.train_step()
         print(f"{name}: {tc.batch_size} x {config.block_size} tokens, {tc.dtype}, compile={tc.compile}; the "
               f"first step took {warm:.1f} s", file=sys.stderr)
-    times, peak = {name: [] for name in runs}, {}
-    for _ in tqdm(range(bench.rounds), "train"):
-        for name, run in runs.items():
-            others = used() - memory[name]
-            torch.cuda.reset_peak_memory_stats() if device.type == "cuda" else None
-            times[name].append(seconds(device, run.train_step, bench.steps))
-            peak[name] = torch.cuda.max_memory_allocated() - others if device.type == "cuda" else 0
-    rows = []
+
+    def turn(name):
+        others = used() - memory[name]
+        torch.cuda.reset_peak_memory_stats() if device.type == "cuda" else None
+        time = seconds(device, runs[name].train_step, bench.steps)
+        peak[name] = torch.cuda.max_memory_allocated() - others if device.type == "cuda" else 0
+        return time
+    times, rows = race({name: partial(turn, name) for name in runs}, bench.rounds, "train"), []
     for name, run in runs.items():
-        plain, c = f"plain, {run.config.effective_depth} layers", run.config
-        speed = run.tc.batch_tokens / statistics.median(times[name])
+        like, c, T = f"plain, {run.config.effective_depth} layers", run.config, run.config.block_size
+        speed, numbers = run.tc.batch_tokens / statistics.median(times[name]), run.train_step()
         row = {"model": name, "parameters": f"{n_params(c) / 1e6:,.4g}M", "tokens/s": f"{speed:,.0f}",
-               "time / plain": spread([a / b for a, b in zip(times[name], times[plain])]),
-               "FLOPs / plain": flops_per_token(c, c.block_size)
-               / flops_per_token(runs[plain].config, c.block_size)}
+               "time / plain": ratios(times[name], times[like]),
+               "FLOPs / plain": flops_per_token(c, T) / flops_per_token(runs[like].config, T),
+               "mean depth": numbers["mean_depth"].item(), "compiled": run.tc.compile}
         if device.type == "cuda":
-            row.update({"MFU": train.mfu(run, speed), "peak GB": peak[name] / 1e9})
+            row |= {"MFU": train.mfu(run, speed), "peak GB": peak[name] / 1e9}
         rows.append(row)
-    table(rows)
+    table(f"A step: width {c.n_embd}, {run.tc.batch_size} x {T} tokens, {run.tc.dtype}, {device}", rows)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -230,28 +247,39 @@ def ready(model, device):
     return model.eval()
 
 
-def requests(mean):
-    """Endless texts, as the paper has them: no prompt, Normal(mean, mean / 4) new tokens."""
+def protocol(mean, slots):
+    """Endless texts, as the paper has them: no prompt, Normal(mean, mean / 4) new tokens. The first have any
+    length up to the mean, so that those that follow in the same slots have any age."""
     rng = random.Random(0)
-    while True:
-        yield [0], max(1, round(rng.gauss(mean, mean / 4))), rng.randrange(2**32)
+    for i in count():
+        n = rng.randint(1, mean) if i < slots else max(1, round(rng.gauss(mean, mean / 4)))
+        yield [0], n, rng.randrange(2**32)
 
 
 def serve(engine, texts, passes):
     """Tokens a second over some passes of an engine whose queue is never empty."""
-    before = Counter(engine.counts)
-    for _ in range(passes):
+    before = engine.counts["tokens"]
+
+    def step():
         while len(engine.queue) < engine.log.slots:
             engine.submit(*next(texts))
         engine.step()
-    return ((engine.counts["tokens"] - before["tokens"]) / (engine.counts["seconds"] - before["seconds"]))
+    time = seconds(engine.h.device, step, passes) * passes
+    return (engine.counts["tokens"] - before) / time
+
+
+def warm_up(engine, texts, tokens):
+    """Serve so many tokens, and forget about it."""
+    while engine.counts["tokens"] < tokens:
+        serve(engine, texts, 8)
+    engine.counts.clear()
 
 
 def checked(model, bench):
     """Share of greedily written tokens that the forward without a cache finds likeliest too, up to rounding,
     and at the same depth. ValueError if it is low."""
     right, slack = [], 1e-3 if model.wte.weight.dtype == torch.float32 else 2e-2
-    for text in generate(model, [[0]] * 4, 24, temperature=0, compile=bench.compile):
+    for text in generate(model, [[i] for i in range(4)], 24, temperature=0, compile=bench.compile):
         ids = torch.tensor(text.prompt + text.tokens, device=model.wte.weight.device)
         with torch.inference_mode():
             logits, _, routing = model(ids[None, :-1], causal=True)
@@ -263,25 +291,26 @@ def checked(model, bench):
     return sum(right) / len(right)
 
 
-def stopwatch(engine, texts, passes, device):
+def stopwatch(engine, texts, passes):
     """Milliseconds in a call of the block and of the head, and the share of all time that goes into the head
     and (uncompiled) into writing keys and values. Waits for the device at each call: not for speed."""
-    spent, calls, before, whole = Counter(), Counter(), Counter(engine.counts), (engine.block, engine.head)
+    spent, calls, whole, device = Counter(), Counter(), (engine.block, engine.head), engine.h.device
 
     def timed(name, f):
         def call(*args):
-            y = []
+            y, written = [], spent["write"]
             spent[name] += seconds(device, lambda: y.append(f(*args)))
             calls[name] += 1
+            if name == "head":   # its time includes what the last layer writes
+                spent["write"] = written
             return y[0]
         return call
     engine.block, engine.head = timed("block", engine.block), timed("head", engine.head)
     if not engine.compile:
         engine.log.write = timed("write", engine.log.write)
-    serve(engine, texts, passes)
+    total = seconds(device, partial(serve, engine, texts, passes))
     engine.block, engine.head = whole
     vars(engine.log).pop("write", None)
-    total = engine.counts["seconds"] - before["seconds"]
     return ([1e3 * spent[name] / max(1, calls[name]) for name in ("block", "head")],
             (spent["head"] + spent["write"]) / total)
 
@@ -289,13 +318,12 @@ def stopwatch(engine, texts, passes, device):
 def contestants(bench, device):
     """Models by name. An untrained MoR goes deeper by chance, as often as training keeps a token; that of
     out_dir routes as it has learned. Plain ones are as deep as these."""
-    size, chance, trained = bench.size, dict(router_arch="random"), {}
+    size, names, loaded = bench.size, [f"MoR-{n}, expert" for n in (2, 3, 4)], {}
     if bench.out_dir:
         model = train.load_checkpoint(bench.out_dir)["model"]
-        size = {name: getattr(model.config, name) for name in SIZE}
-        trained = {f"MoR-{model.config.n_rec}, trained": model}
-    models = {f"MoR-{n}": MoR(MoRConfig(**size, **chance, n_rec=n)) for n in (2, 3, 4)}
-    models |= {"MoR-3, shared cache": MoR(MoRConfig(**size, **chance, n_rec=3, cache="shared")), **trained}
+        size, loaded[bench.out_dir] = {name: getattr(model.config, name) for name in SIZE}, model
+    models = {name: MoR(MoRConfig(**size, **VARIANTS[name], router_arch="random"))
+              for name in [*names, "MoR-3, expert, shared cache"]} | loaded
     depths = sorted({model.config.effective_depth for model in models.values()})
     plain = {f"plain, {d} layers": MoR(MoRConfig(**{**size, "n_rec": 1, "n_layer": d})) for d in depths}
     return {name: ready(model, device) for name, model in (plain | models).items()}
@@ -305,48 +333,47 @@ def generation(bench):
     """Tokens a second of the engine: with as many slots as `plain`, and as much room for keys and values."""
     device = train.pick_device(bench.device)
     torch.manual_seed(0)
-    models, engines, kv, good = contestants(bench, device), {}, {}, {}
+    models, engines, kv = contestants(bench, device), {}, {}
     plain = {name: f"plain, {model.config.effective_depth} layers" for name, model in models.items()}
-    mean = 256 // (bench.quick or max(1, 512 // models["MoR-3"].config.block_size))
+    block_size = models["MoR-3, expert"].config.block_size
+    mean = max(1, 256 // (bench.quick or max(1, math.ceil(512 / block_size))))
 
     def enter(name, slots):
         """An engine with room for texts of mean + 4 deviations, which are twice the mean, at due depth."""
         c = models[name].config
         depth = sum(shares(c)) if c.routed else c.n_rec
         engine = Engine(models[name], slots, 2 * mean, round(2 * mean * depth), compile=bench.compile)
-        engines[name, slots] = engine, requests(mean)
+        engines[name, slots] = engine, protocol(mean, slots)
         kv[name] = sum(x.nbytes for pair in engine.log.kv.values() for x in pair) / engine.log.slots
-    for name, model in models.items():
-        good[name] = checked(model, bench)
+    for name in models:
         enter(name, bench.slots)
     for name in models:
         slots = int(bench.slots * kv[plain[name]] / kv[name])
         if slots > bench.slots:
             enter(name, slots)
-    enter(plain["MoR-3"], slots=max(n for name, n in engines if name == "MoR-3"))   # what slots alone give
-    for (_, slots), (engine, texts) in engines.items():   # until texts of all ages are in flight
-        while engine.counts["tokens"] < slots * mean:
-            serve(engine, texts, bench.passes)
-        engine.counts.clear()
-    speeds, rows, bare = {key: [] for key in engines}, [], {}
-    for _ in tqdm(range(bench.rounds), "generate"):
-        for key, (engine, texts) in engines.items():
-            speeds[key].append(serve(engine, texts, bench.passes))
+    most = max(slots for name, slots in engines if name == "MoR-3, expert")
+    enter(plain["MoR-3, expert"], most)   # what slots alone give
+    right = {name: checked(model, bench) for name, model in models.items()}
+    for (_, slots), (engine, texts) in engines.items():
+        warm_up(engine, texts, slots * mean)
+    turns = {key: partial(serve, *engine, bench.passes) for key, engine in engines.items()}
+    speeds, rows, bare = race(turns, bench.rounds, "generate"), [], {}
     for (name, slots), (engine, texts) in engines.items():
         key, base, c = (name, slots), (plain[name], bench.slots), models[name].config
         n = Counter(engine.counts)
-        (block, head), extra = stopwatch(engine, texts, 2 * bench.passes, device)
-        depth, bare[key] = n["recursions"] / n["tokens"], statistics.median(speeds[key]) / (1 - extra)
+        (block, head), rest = stopwatch(engine, texts, 2 * bench.passes)
+        depth, bare[key] = n["recursions"] / n["tokens"], statistics.median(speeds[key]) / (1 - rest)
         rows.append({
             "model": name, "slots": slots, "KV MB": kv[name] * slots / 1e6,
             "tokens/s": f"{statistics.median(speeds[key]):,.0f}",
-            "speed / plain": spread([a / b for a, b in zip(speeds[key], speeds[base])]),
-            "without KV writes, head": bare[key] / bare[base], "mean depth": depth,
-            "layers / plain": (c.n_unshared + c.n_shared * depth) / c.effective_depth,
-            "passes a token": n["block_calls"] / n["tokens"], "head calls": n["exit_calls"] / n["tokens"],
-            "pass, ms": block, "head, ms": head, "KV entries": f"{n['kv_entries']:,}", "checked": good[name]})
-    print(f"{device}, {model.wte.weight.dtype}; texts of Normal({mean}, {mean / 4:g}) tokens, no prompt")
-    table(rows)
+            "speed / plain": ratios(speeds[key], speeds[base]),
+            "without head" + ", KV writes" * (not bench.compile): bare[key] / bare[base],
+            "mean depth": depth, "layers / plain": (c.n_unshared + c.n_shared * depth) / c.effective_depth,
+            "block calls for 1000 tokens": f"{1000 * n['block_calls'] / n['tokens']:.0f}",
+            "head calls": f"{1000 * n['exit_calls'] / n['tokens']:.0f}", "block call, ms": block,
+            "head call, ms": head, "KV entries": f"{n['kv_entries']:,}", "same as uncached": right[name]})
+    table(f"Generation, width {c.n_embd}, texts of Normal({mean}, {mean / 4:g}) tokens without a prompt, "
+          f"{engine.h.dtype}, {device}", rows)
     growth(bench, device)
 
 
@@ -354,24 +381,25 @@ GROWTH = [(128, 1), (128, 8), (128, 32), (128, 128), (512, 32), (2048, 32)]   # 
 
 
 def growth(bench, device):
-    """What a token costs as contexts grow, and as slots do."""
-    rows, new = [], bench.rounds * bench.passes + 40
+    """What a token costs as contexts grow, and as slots do. Both models write as many tokens to each text."""
+    rows, each = [], 8   # tokens to a text in a turn
+    new = 4 * (bench.rounds + 2) * each   # a text may get more than its due, and should not end
     size = dict(bench.size, block_size=max(GROWTH)[0] + new)
-    pair = [ready(MoR(MoRConfig(**size, **options)), device)
-            for options in (dict(n_rec=1), dict(n_rec=3, router_arch="random"))]
-    for context, slots in tqdm(GROWTH, "context, slots"):
-        engines = [Engine(model, slots, context + new, compile=bench.compile) for model in pair]
+    pair = {"plain": (dict(n_rec=1), 1), "MoR-3": (VARIANTS["MoR-3, expert"] | dict(router_arch="random"), 2)}
+    models = {name: ready(MoR(MoRConfig(**size, **options)), device) for name, (options, _) in pair.items()}
+    for context, slots in GROWTH:
         # Not all at the same position: there random routing would have them go as deep as each other.
-        texts, times = (([0] * (context - i % 32), new, i) for i in count()), []
-        for engine in engines:
-            serve(engine, texts, 20)
-        for _ in range(bench.rounds):
-            times.append([1e3 / serve(engine, texts, bench.passes) for engine in engines])
+        turns, start = {}, max(1, context - new // 8 - min(slots, 32) // 2)
+        for name, model in models.items():
+            engine = Engine(model, slots, context + new, compile=bench.compile)
+            texts = (([0] * (start + i % 32), new, i) for i in count())
+            turns[name] = partial(serve, engine, texts, each * pair[name][1])
+            turns[name]()
+        speeds = race(turns, bench.rounds, f"context {context}, slots {slots}")
         rows.append({"context": context, "slots": slots,
-                     **{f"{name}, ms a token": statistics.median(column)
-                        for name, column in zip(("plain", "MoR-3"), zip(*times))},
-                     "time / plain": spread([b / a for a, b in times])})
-    table(rows)
+                     **{f"{name}, ms a token": 1e3 / statistics.median(v) for name, v in speeds.items()},
+                     "time / plain": ratios(speeds["plain"], speeds["MoR-3"])})
+    table(f"Time of a token, width {bench.size['n_embd']}, {device}", rows)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -386,7 +414,7 @@ def study(bench):
             **{f"recursive, {sharing}": f"{recursive} --sharing={sharing}"
                for sharing in ("cycle", "middle_sequence", "sequence")},
             **mor, "MoR, token": "--n_rec=3 --router=token", "MoR, random": "--n_rec=3 --router_arch=random"}
-    tc = train.settle(dict(model=bench.model, n_rec=1, device=bench.device), None)[1]
+    tc = train.settle(dict(bench.size, model=bench.model, n_rec=1, device=bench.device), None)[1]
     flops = flops_per_token(plain, c.block_size, paper=True) * tc.batch_tokens * bench.max_steps
     return ({name: f"{options} --max_steps={bench.max_steps}" for name, options in runs.items()}
             | {f"{name}, equal FLOPs": f"{options} --flops={flops:.4g}"
@@ -400,7 +428,8 @@ def trained(argv, out, threads):
     lines = log.read_text().splitlines() if log.exists() else []
     if lines and json.loads(lines[0])["argv"] != argv:
         raise ValueError(f"{out} holds another run: choose another --out_dir")
-    if not lines or "val_causal" not in lines[-1]:
+    ends = lines and "val_causal" in lines[-1] and json.loads(lines[-1])["step"]
+    if not lines or ends != json.loads(lines[0])["max_steps"]:
         resume = [f"--resume={out}"] if (out / "ckpt.pt").exists() else []
         run = subprocess.run([sys.executable, train.__file__, *argv, *resume], capture_output=True, text=True,
                              env={**os.environ, "OMP_NUM_THREADS": threads})
@@ -431,6 +460,7 @@ def quality(bench):
     seeds, top = [1337 + i for i in range(bench.seeds)], Path(bench.out_dir or "out_study")
     common = [f"--model={bench.model}", f"--device={bench.device}", f"--data_dir={bench.data_dir}",
               f"--eval_rows={bench.eval_rows}"]
+    common += ["--compile=false"] * (device.type == "cuda" and not bench.compile)
     common += [f"--{name}={value}" for name, value in bench.size.items() if value != standard[name]]
     out = {(name, seed): top / f"{name.replace(', ', '-').replace(' ', '_')}-{seed}"
            for seed in seeds for name in runs}
@@ -445,20 +475,20 @@ def quality(bench):
                                for of, loss in ((name, "causal"), (name, "topk"), ("plain", "causal")))
         rows.append({"model": name, "parameters": f"{n_params(c) / 1e6:.3f}M", "layers": c.effective_depth,
                      "tokens": f"{tokens / 1e6:.2f}M",
-                     "FLOPs": f"{tokens * flops_per_token(c, c.block_size, paper=True):.2e}",
-                     "loss, causal": spread(causal, 3), "loss, topk": spread(topk, 3) if topk[0] else "",
+                     "FLOPs, paper's count": f"{tokens * flops_per_token(c, c.block_size, paper=True):.2e}",
+                     "causal loss": spread(causal, 3), "topk loss": spread(topk, 3) if topk[0] else "",
                      "causal - plain": spread([a - b for a, b in zip(causal, plain)], 3),
                      "mean depth": f"{last['val_mean_depth']:.2f}" if c.routed else "",
                      "options": f"`{options}`"})
-    print(f"python train.py {' '.join(common)} --seed={' or '.join(map(str, seeds))}, and these options:")
-    table(rows)
+    table(f"`python train.py {' '.join(common)} --seed={' or '.join(map(str, seeds))}` and options", rows)
     four = ("recursive, middle_cycle", "MoR, expert", "MoR, expert, shared cache", "MoR, token")
     loaded = {name: train.load_checkpoint(out[name, seeds[0]]) for name in four}
-    models = {name: checkpoint["model"].to(device).eval() for name, checkpoint in loaded.items()}
     batches = validation(loaded["MoR, expert"], bench, device)
-    table([{"loss, causal": name, **{f"max_depth={d}": f"{causal_loss(model, batches, max_depth=d)[0]:.3f}"
-                                     for d in range(1, c.n_rec + 1)}} for name, model in models.items()])
-    table(dial(models["MoR, expert"], batches, bench))
+    models = {name: checkpoint["model"].to(device).eval() for name, checkpoint in loaded.items()}
+    table(f"Causal loss where every token has to leave after max_depth, seed {seeds[0]}", [
+        {"model": name, **{f"max_depth={d}": f"{causal_loss(model, batches, max_depth=d)[0]:.3f}"
+                           for d in range(1, model.config.n_rec + 1)}} for name, model in models.items()])
+    table(f"The threshold of MoR, expert, seed {seeds[0]}", dial(models["MoR, expert"], batches, bench))
     look(replace(bench, out_dir=str(out["MoR, expert", seeds[0]])))
 
 
@@ -472,25 +502,27 @@ def validation(checkpoint, bench, device):
 @torch.inference_mode()
 def causal_loss(model, batches, **dials):
     """Loss and mean depth, routed as in generation."""
-    routings = [model(x, y, causal=True, **dials)[2] for x, y in batches]
-    return (statistics.fmean(routing.losses["lm"].item() for routing in routings),
-            statistics.fmean(routing.health["mean_depth"].item() for routing in routings))
+    sums, n = [0.0, 0.0], sum(len(x) for x, _ in batches)
+    for x, y in batches:
+        routing = model(x, y, causal=True, **dials)[2]
+        for i, value in enumerate((routing.losses["lm"], routing.health["mean_depth"])):
+            sums[i] += value.item() * len(x) / n
+    return sums
 
 
 def dial(model, batches, bench):
     """Loss, depth and speed at thresholds from 0.1 to 0.9."""
-    engines = {t: Engine(model, bench.slots, threshold=t) for t in (0.1, 0.3, 0.5, 0.7, 0.9)}
-    texts, speeds, rows = requests(model.config.block_size // 2), {t: [] for t in engines}, []
-    for engine in engines.values():
-        serve(engine, texts, 5 * bench.passes)
-    for _ in tqdm(range(bench.rounds), "dial"):
-        for t, engine in engines.items():
-            speeds[t].append(serve(engine, texts, bench.passes))
-    for t in engines:
+    mean, turns, rows = model.config.block_size // 2, {}, []
+    for t in (0.1, 0.3, 0.5, 0.7, 0.9):
+        engine, texts = Engine(model, bench.slots, threshold=t), protocol(mean, bench.slots)
+        warm_up(engine, texts, bench.slots * mean)
+        turns[t] = partial(serve, engine, texts, bench.passes)
+    speeds = race(turns, bench.rounds, "threshold")
+    for t in turns:
         loss, depth = causal_loss(model, batches, threshold=t)
-        rows.append({"threshold": t, "loss, causal": f"{loss:.3f}", "mean depth": f"{depth:.2f}",
+        rows.append({"threshold": t, "causal loss": f"{loss:.3f}", "mean depth": f"{depth:.2f}",
                      "tokens/s": f"{statistics.median(speeds[t]):,.0f}",
-                     "speed / that of 0.5": spread([a / b for a, b in zip(speeds[t], speeds[0.5])])})
+                     "speed / that of 0.5": ratios(speeds[t], speeds[0.5])})
     return rows
 
 
@@ -499,12 +531,13 @@ def dial(model, batches, bench):
 
 KINDS = re.compile(r"(?P<new_line>\n)|(?P<indentation>(?<=\n) +)|(?P<space> )|(?P<opening_bracket>[(\[{])|"
                    r"(?P<closing_bracket>[)\]}])|(?P<digit>\d)|(?P<first_of_a_word>(?<![^\W_])[^\W\d_])|"
-                   r"(?P<later_in_a_word>[^\W_])|(?P<other>.)", re.DOTALL)
+                   r"(?P<later_in_a_word>[^\W_])|(?P<other>.)", re.DOTALL | re.ASCII)
 
 
 def bars(values):
     """Values as a row of bars, the greatest of which is the highest."""
-    return "`" + "".join(" ▁▂▃▄▅▆▇█"[math.ceil(8 * v / max(values))] for v in values) + "`"
+    top = max(1, *values)
+    return "`" + "".join(" ▁▂▃▄▅▆▇█"[math.ceil(8 * v / top)] for v in values) + "`"
 
 
 @torch.inference_mode()
@@ -512,24 +545,32 @@ def look(bench):
     """Of a trained model: scores, health, depth by kind of byte, and what unrolled layers have in common."""
     checkpoint, device = train.load_checkpoint(bench.out_dir or "out"), train.pick_device(bench.device)
     model, c = checkpoint["model"].to(device).eval(), checkpoint["model"].config
-    if not c.routed:
-        raise ValueError(f"{checkpoint['path']} has no router to look at: choose a model with one")
     batches = validation(checkpoint, bench, device)
-    ids, routings = torch.cat([x for x, _ in batches]), [model(x, causal=True)[2] for x, _ in batches]
-    depth, z = (torch.cat([getattr(r, name) for r in routings]) for name in ("depth", "logits"))
+    if c.routed:
+        routings = [model(x, causal=True)[2] for x, _ in batches]
+        depth, z = (torch.cat([getattr(r, name) for r in routings]) for name in ("depth", "logits"))
+        table("Router scores on validation text", scores(c, depth, z))
+        health = train.evaluate(model, batches, checkpoint["train_config"]["dtype"])
+        table("Health of the router", [{
+            name: str([round(v, 3) for v in value]) if isinstance(value, list) else value
+            for name, value in health.items()}])
+        if checkpoint["tokenizer"] == "bytes":
+            ids = [row for x, _ in batches for row in x.tolist()]
+            table("Depth by kind of the byte that is read", by_kind(ids, depth.tolist(), c.n_rec))
+    table("Unrolled layers: mean norms; first digit of the cosine to each layer up to this one",
+          unrolled(model, batches[0][0]))
+
+
+def scores(c, depth, z):
+    """A row for each recursion (token-choice: depth): how the router's probabilities are distributed."""
     rows, p = [], z.softmax(dim=2) if c.router == "token" and c.gate != "sigmoid" else z.sigmoid()
     for r in range(c.n_rec):
         asked = p[:, :, r][~z[:, :, r].isnan()].float().cpu()
         rows.append({"recursion": r + 1, "tokens asked": len(asked),
-                     "went as deep": (depth > r).float().mean().item(), "mean score": asked.mean().item(),
-                     "scores, 0 to 1": bars(torch.histc(asked, 20, 0, 1).tolist())})
-    table(rows)
-    health = train.evaluate(model, batches, "float32")
-    table([{name: str([round(v, 3) for v in value]) if isinstance(value, list) else value
-            for name, value in health.items()}])
-    if checkpoint["tokenizer"] == "bytes":
-        table(by_kind(ids.tolist(), depth.tolist(), c.n_rec))
-    table(unrolled(model, batches[0][0]))
+                     "share that took it": (depth > r).float().mean().item(),
+                     "mean score": asked.mean().item() if len(asked) else "",
+                     "scores from 0 to 1": bars(torch.histc(asked, 20, 0, 1).tolist())})
+    return rows
 
 
 def by_kind(ids, depths, n_rec):
@@ -544,8 +585,8 @@ def by_kind(ids, depths, n_rec):
 
 
 def unrolled(model, idx):
-    """Mean norms of hidden state, key and value in each unrolled layer; and their cosine with those of each
-    layer up to it, the first digit behind the point, over the tokens that both layers have."""
+    """Mean norms of hidden state, key and value in each unrolled layer; and their cosine to those of each
+    layer up to it, the mean of the tokens that both have: its first decimal, - below -0.1, . without tokens."""
     seen, written, turns = [], [], Counter()
 
     def hook(block, args, y):
@@ -569,7 +610,8 @@ def unrolled(model, idx):
             cosines = [F.cosine_similarity(mine[what], other[what]).nanmean().item()
                        if what in mine and what in other else math.nan for _, _, other in seen[:i + 1]]
             row[f"{what}, cosines"] = "`" + "".join(
-                "." if math.isnan(v) else str(max(0, min(9, int(10 * v + 1e-3)))) for v in cosines) + "`"
+                "." if math.isnan(v) else "-" if v <= -0.1 else str(max(0, min(9, int(10 * v + 1e-3))))
+                for v in cosines) + "`"
         rows.append(row)
     return rows
 
@@ -580,7 +622,7 @@ def unrolled(model, idx):
 def attention_forms(bench, device):
     """Shared keys and values, forward and backward: queries back on the grid of all positions, against a
     mask."""
-    c, B, rows = MoRConfig(**PRESETS[bench.model]), bench.batch_size or 16, []
+    c, B, rows = MoRConfig(**bench.size), bench.batch_size or 16, []
     T, H, G, D = c.block_size, c.n_head, c.n_kv_head, c.head_dim
     like = dict(device=device, dtype=torch.bfloat16, requires_grad=True)
     new = lambda heads, n: torch.randn(B, heads, n, D, **like)
@@ -600,10 +642,11 @@ def attention_forms(bench, device):
             with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):   # as cuDNN's may give NaN
                 F.scaled_dot_product_attention(q, *wide, mask).sum().backward()
         grid(), masked()
-        pairs = [(seconds(device, grid, 10), seconds(device, masked, 10)) for _ in range(bench.rounds)]
-        rows.append({f"queries to {T} keys": k, "grid, ms": 1e3 * min(a for a, _ in pairs),
-                     "mask, ms": 1e3 * min(b for _, b in pairs),
-                     "grid / mask": spread([a / b for a, b in pairs])})
+        turns = {f.__name__: partial(seconds, device, f, 10) for f in (grid, masked)}
+        times = race(turns, bench.rounds, "attention")
+        rows.append({f"queries to {T} keys": k,
+                     **{f"{name}, ms": 1e3 * statistics.median(t) for name, t in times.items()},
+                     "grid / masked": ratios(times["grid"], times["masked"])})
     return rows
 
 
@@ -611,7 +654,7 @@ def precision(bench, device):
     """Losses of 20 steps, compiled in bfloat16 against uncompiled in float32, from the same weights."""
     source, losses = python_source.source("python", bench.data_dir), {}
     for options in (dict(dtype="float32", compile=False), dict(dtype="bfloat16", compile=True)):
-        given = dict(model=bench.model, n_rec=3, data="python", batch_size=bench.batch_size or 8,
+        given = dict(bench.size, model=bench.model, n_rec=3, data="python", batch_size=bench.batch_size or 8,
                      batch_tokens=0, max_steps=1000)
         run = train.Run(*train.settle({**given, **options, "device": str(device)}, None), source)
         torch.set_float32_matmul_precision("high" if options["compile"] else "highest")
@@ -626,12 +669,12 @@ def gpu(bench):
     device = train.pick_device(bench.device)
     if device.type != "cuda":
         raise ValueError(f"--device={bench.device}: this part needs an NVIDIA GPU")
-    for part in (attention_forms, precision):
-        table(part(bench, device))
+    table("Attention to shared keys and values, forward and backward", attention_forms(bench, device))
+    table("The same training in two precisions", precision(bench, device))
 
 
 def main(argv):
-    parts = {"cost": cost, "train": train_step, "generate": generation, "quality": quality, "look": look,
+    parts = {"cost": cost, "train": training, "generate": generation, "quality": quality, "look": look,
              "gpu": gpu}
     part, argv = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("", argv)
     if part and part not in parts:
@@ -643,12 +686,11 @@ def main(argv):
     if part:
         model = {"cost": "360m", "quality": "tiny"}.get(part, auto.get("model", "tiny"))
         return parts[part](BenchConfig(**{"model": model, **given}))
+    small = {**dict(rounds=3, steps=2, passes=20, max_steps=40, seeds=1, eval_rows=100), **given}
     with tempfile.TemporaryDirectory() as folder:
-        small = dict(rounds=3, steps=2, passes=20, max_steps=40, seeds=1, eval_rows=100)
-        cost(BenchConfig(**{"model": "360m", **small, **given}))
-        train_step(BenchConfig(**{**small, **given}))
-        generation(BenchConfig(**{**small, **given}))
-        quality(BenchConfig(**{**small, **given, "out_dir": folder}))
+        cost(BenchConfig(**{"model": "360m", **small}))
+        for part, out_dir in ((training, ""), (generation, ""), (quality, folder)):
+            part(BenchConfig(**{**small, "out_dir": out_dir}))
 
 
 if __name__ == "__main__":

@@ -740,7 +740,8 @@ class Engine:
         self.token = torch.zeros(n, dtype=torch.long, device=w.device)
         self.h, self.h0 = torch.zeros(2, n, c.n_embd, device=w.device, dtype=w.dtype)  # now; after `first`
         self.z = torch.full((n, c.n_rec), math.nan, **wide)                            # router logits
-        self.block, self.head = (torch.compile(f) if compile else f for f in (self._block, self._head))
+        self.block, self.head = (torch.compile(f, dynamic=False) if compile else f
+                                 for f in (self._block, self._head))
         self.queue, self.free, self.counts = deque(), list(range(slots))[::-1], Counter()
         self.busy, self.waiting, self.chosen = [], [], None
 

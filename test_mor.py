@@ -1622,7 +1622,7 @@ def small(tmp_path, monkeypatch):
 
 
 def test_bench_cost(monkeypatch, capsys):
-    """The paper's parameters, tokens (rounded up in its Table 3) and ratios; and what a log holds, counted."""
+    """The paper's parameters, tokens (rounded up in its Table 3), ratios; and what a log holds, counted."""
     for options in (dict(n_rec=1), dict(), dict(cache="shared"), dict(n_rec=4, router="token")):
         config = MoRConfig(**{**PRESETS["tiny"], **options})
         depth, counted = bench.count_kv(config)
@@ -1635,7 +1635,7 @@ def test_bench_cost(monkeypatch, capsys):
         ours = float(row["parameters"][:-1]), float(row["tokens for 16.5e18"][:-1])
         paper = [float(number[:-1]) for number in row["paper"].split(", ")]
         assert abs(ours[0] - paper[0]) < 0.5 and 0 <= paper[1] - ours[1] < 1
-    ratios = {(row["recursions"], row["cache"]): row for row in rows[12:]}
+    ratios = {(row["recursions"], row["cache"]): row for row in rows[16:]}
     for n in (2, 3, 4):   # paper, Table 2
         assert ratios[n, "recursion"]["KV memory"] == pytest.approx((n + 1) / (2 * n))
         assert ratios[n, "recursion"]["KV read"] == pytest.approx((n + 1) / (2 * n))
@@ -1662,17 +1662,17 @@ def test_bench_train(small, capsys):
 def test_bench_generate(small, monkeypatch, capsys):
     """As many slots, then as much memory; what is timed is held to the forward without a cache."""
     monkeypatch.setattr(bench, "GROWTH", [(8, 2), (16, 3)])
-    options = ["generate", "--rounds=2", "--passes=6", "--slots=4"]
+    options = ["generate", "--rounds=2", "--passes=8", "--slots=4"]
     rows = measured(capsys, options)
     plain = {row["model"]: row for row in rows[1::-1]}
     assert [row["slots"] for row in rows[-2:]] == [2, 3]
     for row in rows[:-2]:
-        layers, mine = 10 if row["model"] == "MoR-4" else 8, row["KV MB"]
+        layers, mine = 10 if row["model"] == "MoR-4, expert" else 8, row["KV MB"]
         memory = plain[f"plain, {layers} layers"]["KV MB"]
-        assert row["checked"] == 1 and row["layers / plain"] <= 1
+        assert row["same as uncached"] == 1 and row["layers / plain"] <= 1
         if row["slots"] > 4 and "MoR" in row["model"]:   # as much memory: not one slot more would fit
             assert memory - mine / row["slots"] < mine <= memory
-    assert any(row["model"] == "MoR-3, shared cache" and row["slots"] == 8 for row in rows)   # 4 of 8 write
+    assert any(row["model"] == "MoR-3, expert, shared cache" and row["slots"] == 8 for row in rows)   # of 4
     assert rows[0]["speed / plain"] == "1.00 [1.00 1.00]"
     wrong = generate
     monkeypatch.setattr(bench, "generate", lambda *args, **rest: [
@@ -1704,13 +1704,13 @@ def test_bench_quality(small, text, monkeypatch, capsys):
     monkeypatch.setattr(train.signal, "signal", lambda *args: None)
     monkeypatch.setattr(bench, "study", lambda config: few)
     monkeypatch.setattr(bench.subprocess, "run", run)
-    argv = ["quality", "--seeds=1", "--eval_rows=8", "--rounds=1", "--passes=2", "--slots=2"]
+    argv = ["quality", "--seeds=1", "--eval_rows=8", "--rounds=1", "--passes=8", "--slots=2"]
     rows = measured(capsys, argv)
     assert len(commands) == 5 and all("--seed=1337" in command for command in commands)
     for row, (name, command) in zip(rows, zip(few, commands)):
         log = Path(command[-1].removeprefix("--out_dir="), "log.jsonl").read_text().splitlines()
         assert row["model"] == name
-        assert row["loss, causal"].startswith(f"{json.loads(log[-1])['val_causal']:.3f}")
+        assert row["causal loss"].startswith(f"{json.loads(log[-1])['val_causal']:.3f}")
     assert [row["threshold"] for row in rows[9:14]] == [0.1, 0.3, 0.5, 0.7, 0.9]
     assert float(rows[9]["mean depth"]) >= float(rows[13]["mean depth"])
     assert measured(capsys, argv)[:9] == rows[:9] and len(commands) == 5
@@ -1718,23 +1718,24 @@ def test_bench_quality(small, text, monkeypatch, capsys):
 
 def test_bench_trained(tmp_path, monkeypatch):
     """A training is started, gone on with, or only read, as its folder says; and its failure is told."""
-    out, commands, code = tmp_path / "plain", [], 0
+    out, commands = tmp_path / "plain", []
     out.mkdir()
+    begun = json.dumps(dict(argv=["--x=1", f"--out_dir={out}"], max_steps=9)) + "\n"
+    outcomes = [(130, begun), (0, begun + json.dumps(dict(step=5, val_causal=3.0))),
+                (0, begun + json.dumps(dict(step=9, val_causal=2.0)))]
 
     def run(command, **options):
         commands.append(command[2:])
-        (out / "log.jsonl").write_text(json.dumps(dict(argv=["--x=1", f"--out_dir={out}"])) + "\n"
-                                       + json.dumps(dict(val_causal=2.0)) * (code == 0))
+        code, log = outcomes[len(commands) - 1]
+        (out / "log.jsonl").write_text(log)
         return SimpleNamespace(returncode=code, stderr="x.py: no\n")
     monkeypatch.setattr(bench.subprocess, "run", run)
-    code = 130
     with pytest.raises(ValueError, match="--x=1 --out_dir=.* ended with: x.py: no"):
         bench.trained(["--x=1"], out, "1")
-    code = 0
     (out / "ckpt.pt").touch()
-    for _ in range(2):
-        assert bench.trained(["--x=1"], out, "1")[1] == {"val_causal": 2.0}
-    assert commands == [["--x=1", f"--out_dir={out}"], ["--x=1", f"--out_dir={out}", f"--resume={out}"]]
+    assert [bench.trained(["--x=1"], out, "1")[1]["step"] for _ in range(3)] == [5, 9, 9]   # 5: not yet
+    start = ["--x=1", f"--out_dir={out}"]
+    assert commands == [start, [*start, f"--resume={out}"], [*start, f"--resume={out}"]]
     with pytest.raises(ValueError, match="holds another run"):
         bench.trained(["--x=2"], out, "1")
 
