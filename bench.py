@@ -225,11 +225,12 @@ def training(bench):
     times, rows = race({name: partial(turn, name) for name in runs}, bench.rounds, "train"), []
     for name, run in runs.items():
         like, c, T = f"plain, {run.config.effective_depth} layers", run.config, run.config.block_size
-        speed, numbers = run.tc.batch_tokens / statistics.median(times[name]), run.train_step()
+        speed, load = run.tc.batch_tokens / statistics.median(times[name]), run.train_step()["load"].tolist()
+        share = [sum(load[r:]) for r in range(c.n_rec)]   # token-choice has no fixed loads
         row = {"model": name, "parameters": f"{n_params(c) / 1e6:,.4g}M", "tokens/s": f"{speed:,.0f}",
                "time / plain": ratios(times[name], times[like]),
-               "FLOPs / plain": flops_per_token(c, T) / flops_per_token(runs[like].config, T),
-               "mean depth": numbers["mean_depth"].item(), "compiled": run.tc.compile}
+               "FLOPs / plain": flops_per_token(c, T, share=share) / flops_per_token(runs[like].config, T),
+               "mean depth": sum(share), "compiled": run.tc.compile}
         if device.type == "cuda":
             row |= {"MFU": train.mfu(run, speed), "peak GB": peak[name] / 1e9}
         rows.append(row)

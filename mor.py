@@ -938,8 +938,9 @@ def shares(config):
     return [(config.n_rec - r) / config.n_rec if config.routed else 1.0 for r in range(config.n_rec)]
 
 
-def flops_per_token(config, T, paper=False):
-    """Forward FLOPs of one token in a row of T in training, loads by capacity. A training step costs thrice.
+def flops_per_token(config, T, paper=False, share=None):
+    """Forward FLOPs of one token in a row of T in training, which costs thrice as much. share: of the tokens,
+    how many take each recursion; None: by capacity, see `shares`.
 
     As torch.utils.flop_counter counts, attention by its full square, of which causal kernels skip half; on
     CUDA, deeper recursions of the shared cache compute the whole square too. paper: as the paper counts (its
@@ -949,9 +950,9 @@ def flops_per_token(config, T, paper=False):
     kv = 4 * C * (C if paper else c.n_kv_head * c.head_dim)
     linear, attention = 4 * C * C + kv + 6 * C * c.n_ff, (2 if paper else 4) * T * C
     total = c.n_unshared * (linear + attention)
-    for r, share in enumerate(shares(c)):
+    for r, s in enumerate(share or shares(c)):
         saved = kv if shared and r > 0 else 0
-        total += c.n_shared * share * (linear - saved + attention * (1.0 if shared else share))
+        total += c.n_shared * s * (linear - saved + attention * (1.0 if shared else s))
     if paper:
         return total
     if c.routed and c.router_arch != "random":

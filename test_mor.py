@@ -1651,7 +1651,9 @@ def test_bench_train(small, capsys):
     plain = flops_per_token(MoRConfig(**PRESETS["tiny"], n_rec=1), 32)
     assert [r["model"] for r in rows[:3]] == ["plain, 8 layers", "plain, 10 layers", "MoR-2, expert"]
     assert len(rows) == 8 and rows[0]["time / plain"] == "1.00 [1.00 1.00]"
-    assert rows[3]["FLOPs / plain"] == flops_per_token(MoRConfig(**PRESETS["tiny"], n_rec=3), 32) / plain
+    share = [1.0, 21 / 32, 10 / 32]   # of 32 tokens, those that expert-choice keeps
+    ratio = flops_per_token(MoRConfig(**PRESETS["tiny"], n_rec=3), 32, share=share) / plain
+    assert rows[3]["FLOPs / plain"] == pytest.approx(ratio, rel=1e-6)
     for argv, words in [
             (["trian"], "trian cannot be measured: choose cost"), (["train", "--rounds=0"], "rounds=0"),
             (["gpu", "--device=cpu"], "needs an NVIDIA GPU"), (["look"], "there is no checkpoint out"),
