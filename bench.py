@@ -407,7 +407,8 @@ def growth(bench, device):
 # quality
 
 def study(bench):
-    """The trainings of `quality` as options of train.py: of equal tokens, then of equal FLOPs."""
+    """The trainings of `quality` as options of train.py: of equal tokens, then of equal FLOPs; then some with a
+    lower learning rate, as one that suits all models may not be there."""
     c, plain = MoRConfig(**bench.size, n_rec=3), MoRConfig(**bench.size, n_rec=1)
     small, recursive = f"--n_rec=1 --n_layer={c.n_unshared + c.n_shared}", "--n_rec=3 --router=none"
     mor = {"MoR, expert": "--n_rec=3", "MoR, expert, shared cache": "--n_rec=3 --cache=shared"}
@@ -417,9 +418,12 @@ def study(bench):
             **mor, "MoR, token": "--n_rec=3 --router=token", "MoR, random": "--n_rec=3 --router_arch=random"}
     tc = train.settle(dict(bench.size, model=bench.model, n_rec=1, device=bench.device), None)[1]
     flops = flops_per_token(plain, c.block_size, paper=True) * tc.batch_tokens * bench.max_steps
-    return ({name: f"{options} --max_steps={bench.max_steps}" for name, options in runs.items()}
+    steps, rate = f"--max_steps={bench.max_steps}", f"--learning_rate={0.4 * tc.learning_rate:g}"
+    return ({name: f"{options} {steps}" for name, options in runs.items()}
             | {f"{name}, equal FLOPs": f"{options} --flops={flops:.4g}"
-               for name, options in {"plain, as few parameters": small, **mor}.items()})
+               for name, options in {"plain, as few parameters": small, **mor}.items()}
+            | {f"{name}, lower rate": f"{runs[name]} {steps} {rate}"
+               for name in ("plain", "recursive, middle_cycle", "MoR, expert", "MoR, random")})
 
 
 def trained(argv, out, threads):
@@ -587,7 +591,7 @@ def by_kind(ids, depths, n_rec):
 
 def unrolled(model, idx):
     """Mean norms of hidden state, key and value in each unrolled layer; and their cosine to those of each
-    layer up to it, the mean of the tokens that both have: its first decimal, - below -0.1, . without tokens."""
+    layer up to it, the mean of the tokens that both have: the first decimal, - below -0.1, . for none."""
     seen, written, turns = [], [], Counter()
 
     def hook(block, args, y):

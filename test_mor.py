@@ -1685,7 +1685,7 @@ def test_bench_generate(small, monkeypatch, capsys):
 def test_bench_quality(small, text, monkeypatch, capsys):
     """Trains what the table says, with equal tokens or FLOPs, and nothing twice."""
     trainings = bench.study(bench.BenchConfig(max_steps=400))
-    assert len(trainings) == 13
+    assert len(trainings) == 17
     for name, options in trainings.items():
         given = train.parse(options.split(), "", MoRConfig, train.TrainConfig)
         config, tc = train.settle(given, None)
