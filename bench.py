@@ -407,7 +407,7 @@ def growth(bench, device):
 # quality
 
 def study(bench):
-    """The trainings of `quality` as options of train.py: of equal tokens, then of equal FLOPs; then some with a
+    """The trainings of `quality` as options of train.py: equal tokens, then equal FLOPs; then some with a
     lower learning rate, as one that suits all models may not be there."""
     c, plain = MoRConfig(**bench.size, n_rec=3), MoRConfig(**bench.size, n_rec=1)
     small, recursive = f"--n_rec=1 --n_layer={c.n_unshared + c.n_shared}", "--n_rec=3 --router=none"
