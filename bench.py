@@ -103,10 +103,12 @@ def race(turns, rounds, name):
 
 
 def spread(values, digits=2):
+    """Median, least and greatest."""
     return f"{statistics.median(values):.{digits}f} [{min(values):.{digits}f} {max(values):.{digits}f}]"
 
 
 def ratios(values, others):
+    """Of what two had in the same rounds."""
     return spread([a / b for a, b in zip(values, others)])
 
 
@@ -219,9 +221,9 @@ def training(bench):
     def turn(name):
         others = used() - memory[name]
         torch.cuda.reset_peak_memory_stats() if device.type == "cuda" else None
-        time = seconds(device, runs[name].train_step, bench.steps)
+        took = seconds(device, runs[name].train_step, bench.steps)
         peak[name] = torch.cuda.max_memory_allocated() - others if device.type == "cuda" else 0
-        return time
+        return took
     times, rows = race({name: partial(turn, name) for name in runs}, bench.rounds, "train"), []
     for name, run in runs.items():
         like, c, T = f"plain, {run.config.effective_depth} layers", run.config, run.config.block_size
@@ -249,8 +251,8 @@ def ready(model, device):
 
 
 def protocol(mean, slots):
-    """Endless texts, as the paper has them: no prompt, Normal(mean, mean / 4) new tokens. The first have any
-    length up to the mean, so that those that follow in the same slots have any age."""
+    """Endless (prompt, new tokens, seed), as in the paper: no prompt, Normal(mean, mean / 4) new tokens. The
+    first have any length up to the mean, so that those that follow in the same slots have any age."""
     rng = random.Random(0)
     for i in count():
         n = rng.randint(1, mean) if i < slots else max(1, round(rng.gauss(mean, mean / 4)))
@@ -265,8 +267,8 @@ def serve(engine, texts, passes):
         while len(engine.queue) < engine.log.slots:
             engine.submit(*next(texts))
         engine.step()
-    time = seconds(engine.h.device, step, passes) * passes
-    return (engine.counts["tokens"] - before) / time
+    took = seconds(engine.h.device, step, passes) * passes
+    return (engine.counts["tokens"] - before) / took
 
 
 def warm_up(engine, texts, tokens):
