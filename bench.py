@@ -282,7 +282,8 @@ def checked(model, bench):
     """Share of greedily written tokens that the forward without a cache finds likeliest too, up to rounding,
     and at the same depth. ValueError if it is low."""
     right, slack = [], 1e-3 if model.wte.weight.dtype == torch.float32 else 2e-2
-    for text in generate(model, [[i] for i in range(4)], 24, temperature=0, compile=bench.compile):
+    prompts = [[i] for i in range(min(4, model.config.vocab_size))]
+    for text in generate(model, prompts, 24, temperature=0, compile=bench.compile):
         ids = torch.tensor(text.prompt + text.tokens, device=model.wte.weight.device)
         with torch.inference_mode():
             logits, _, routing = model(ids[None, :-1], causal=True)
@@ -471,6 +472,7 @@ def quality(bench):
     common += [f"--{name}={value}" for name, value in bench.size.items() if value != standard[name]]
     out = {(name, seed): top / f"{name.replace(', ', '-').replace(' ', '_')}-{seed}"
            for seed in seeds for name in runs}
+    top.mkdir(parents=True, exist_ok=True)
     results = train_all({(name, seed): ([*common, *runs[name].split(), f"--seed={seed}"], folder)
                          for (name, seed), folder in out.items()}, device)
     rows = []
@@ -481,7 +483,7 @@ def quality(bench):
         causal, topk, plain = ([results[of, seed][1].get(f"val_{loss}") for seed in seeds]
                                for of, loss in ((name, "causal"), (name, "topk"), ("plain", "causal")))
         rows.append({"model": name, "parameters": f"{n_params(c) / 1e6:.3f}M", "layers": c.effective_depth,
-                     "tokens": f"{tokens / 1e6:.2f}M",
+                     "tokens": f"{tokens / 1e6:.3g}M",
                      "FLOPs, paper's count": f"{tokens * flops_per_token(c, c.block_size, paper=True):.2e}",
                      "causal loss": spread(causal, 3), "topk loss": spread(topk, 3) if topk[0] else "",
                      "causal - plain": spread([a - b for a, b in zip(causal, plain)], 3),
@@ -696,7 +698,7 @@ def main(argv):
     small = {**dict(rounds=3, steps=2, passes=20, max_steps=40, seeds=1, eval_rows=100), **given}
     with tempfile.TemporaryDirectory() as folder:
         cost(BenchConfig(**{"model": "360m", **small}))
-        for part, out_dir in ((training, ""), (generation, ""), (quality, folder)):
+        for part, out_dir in ((training, ""), (generation, ""), (quality, given.get("out_dir", folder))):
             part(BenchConfig(**{**small, "out_dir": out_dir}))
 
 

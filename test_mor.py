@@ -1654,10 +1654,12 @@ def test_bench_train(small, capsys):
     share = [1.0, 21 / 32, 10 / 32]   # of 32 tokens, those that expert-choice keeps
     ratio = flops_per_token(MoRConfig(**PRESETS["tiny"], n_rec=3), 32, share=share) / plain
     assert rows[3]["FLOPs / plain"] == pytest.approx(ratio, rel=1e-6)
+    Path("x.bin").touch()
     for argv, words in [
             (["trian"], "trian cannot be measured: choose cost"), (["train", "--rounds=0"], "rounds=0"),
             (["gpu", "--device=cpu"], "needs an NVIDIA GPU"), (["look"], "there is no checkpoint out"),
-            (["generate", "--quick=1"], "a row of 512 tokens does not fit")]:
+            (["generate", "--quick=1"], "a row of 512 tokens does not fit"),
+            (["train", "--batch_size=1e30"], "out of memory"), (["quality", "--out_dir=x.bin"], "exists")]:
         assert words in refusal(bench.main, argv, capsys)
 
 

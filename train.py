@@ -118,11 +118,11 @@ def guarded(main):
         sys.exit(130)
     except (ValueError, OSError) as error:
         fail(error)
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
         if re.search(r"C(\+\+)? compiler", str(error)):
             fail(f"torch.compile did not work ({str(error).splitlines()[0]}): use --compile=false")
-        memory = re.search("out of memory|allocate memory|overflow", str(error))
-        if isinstance(error, RuntimeError) and not memory:
+        memory = re.search("out of memory|allocate memory|[Oo]verflow|too large", str(error))
+        if not isinstance(error, MemoryError) and not memory:
             raise
         fail("out of memory: choose a smaller --batch_size (--batch_tokens keeps the step), --block_size or "
              "model")
