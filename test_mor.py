@@ -225,7 +225,7 @@ def test_oracle(mode, causal):
 def test_dials(mode):
     """max_depth forces tokens out, threshold moves the exit; both as the oracle says, and never deeper than
     asked."""
-    model, idx = build(**mode), ids(1, 8)
+    model, idx = build(**mode), ids(1, 7)
     for max_depth, threshold in [(1, 0.5), (2, 0.5), (3, 0.3), (3, 0.7)]:
         logits, _, routing = model(idx, max_depth=max_depth, threshold=threshold)
         expected, depth = oracle(model, idx[0].tolist(), True, max_depth, threshold)
@@ -640,7 +640,7 @@ def test_cached(mode, dials):
     share two slots, so that one is used twice, and are at different depths at the same time."""
     model = build(**mode)
     engine = Engine(model, slots=2, temperature=0, **dials)
-    for request in serve(engine, [ids(1, T, seed=T)[0].tolist() for T in (1, 5, 17)], 10):
+    for request in serve(engine, [ids(1, T, seed=T)[0].tolist() for T in (1, 5, 17)], 7):
         row, new = torch.tensor([request.prompt + request.tokens]), slice(len(request.prompt) - 1, -1)
         with torch.no_grad():
             logits, _, routing = model(row, causal=True, **dials)
