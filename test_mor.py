@@ -1661,6 +1661,9 @@ def test_bench_train(small, capsys):
     share = [1.0, 21 / 32, 10 / 32]   # of 32 tokens, those that expert-choice keeps
     ratio = flops_per_token(MoRConfig(**PRESETS["tiny"], n_rec=3), 32, share=share) / plain
     assert rows[3]["FLOPs / plain"] == pytest.approx(ratio, rel=1e-6)
+    all_deep, asked = MoRConfig(**PRESETS["tiny"], n_rec=3, router="none"), 1 + 1 + 2 / 3
+    assert flops_per_token(replace(all_deep, router="expert"), 32, share=[1.0] * 3) == pytest.approx(
+        flops_per_token(all_deep, 32) + asked * 2 * 48)
     Path("x.bin").touch()
     for argv, words in [
             (["trian"], "trian cannot be measured: choose cost"), (["train", "--rounds=0"], "rounds=0"),
