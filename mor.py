@@ -10,31 +10,44 @@ compute (a token that has left is not computed again) and KV cache (what was not
     first layer   *     *     *    *    *
                   A    dog   that  ,   barks     after its depth a token waits for the last layer and the head
 
-Paper: arXiv 2507.10524; equation numbers below are the paper's. Where this file departs from the paper or
-from the authors' released code, a comment that begins with DIFFERS: gives the reason.
-
-Read it from top to bottom: 1 configuration, 2 the ordinary Transformer, 3 which tokens attend to which, 4 who
-goes deeper, 5 the whole model, 6 generation, 7 what it costs. train.py and sample.py run it.
+Paper: arXiv 2507.10524; equation numbers are the paper's. Where this file departs from the paper or from the
+authors' released code, a comment that begins with DIFFERS: gives the reason. Read it from top to bottom.
 
 Letters in shape comments: B rows in the batch, T tokens in a row, N tokens in flight (of any rows, N <= B*T),
-S the longest row among them, C width of the residual stream (n_embd), H query heads, G key/value heads, D
+S the most of them in one row, C width of the residual stream (n_embd), H query heads, G key/value heads, D
 width of a head, V vocabulary. A token is one vector of an (N, C) matrix; which row of text it is from matters
 only where tokens attend to, or compete with, each other.
 Depth counts 1..n_rec in words, outputs and logs; code loops over r = 0..n_rec-1.
 """
 import math
-import time
+import random
 from collections import Counter, deque
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from itertools import pairwise
+from operator import attrgetter
 from typing import Literal, get_args, get_origin
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# ------------------------------------------------------------------------------------------------------------
-# 1. Configuration
+# ---- 1. Configuration --------------------------------------------------------------------------------------
+
+def require(fine, message):   # message: one sentence that names the value and what to do
+    if not fine:
+        raise ValueError(message)
+
+def check_fields(config, **least):
+    """ValueError for a field of a dataclass whose value does not fit its type. A number is its default, or at
+    least 1 if it is an int, 0 if a float, or what `least` says."""
+    for f in fields(config):
+        value = getattr(config, f.name)
+        choices = get_args(f.type) if get_origin(f.type) is Literal else [value]
+        require(value in choices, f"{f.name}={value!r} is unknown: choose from {str(choices)[1:-1]}")
+        low = least.get(f.name, int(f.type is int))
+        fine = f.type not in (int, float) or value in (f.default, None) or low <= value < math.inf
+        require(fine, f"{f.name}={value} must be a number of at least {low}")
 
 @dataclass
 class MoRConfig:
@@ -53,77 +66,42 @@ class MoRConfig:
     router_arch: Literal["linear", "mlp", "random"] = "linear"  # what scores a token; random: a baseline
     gate: Literal["paper", "sigmoid", "tanh", "softmax"] = "paper"  # paper: expert sigmoid, token softmax
     alpha: float = -1.0  # scale of the gate; -1: the paper's, 0.1 for expert and 1.0 for token
-    sampling: Literal["aux_loss", "aux_router"] = "aux_loss"  # expert: what learns to foretell the top-k
-    aux_coef: float = 0.001  # expert: weight of that lesson's loss
+    sampling: Literal["aux_loss", "aux_router"] = "aux_loss"  # expert: what learns to predict the top-k
+    aux_coef: float = 0.001  # expert: weight of the auxiliary loss
     balance: Literal["loss", "loss_free"] = "loss"  # token: how depths are kept in balance
     balance_coef: float = 0.1  # token: weight of the balance loss
     balance_rate: float = 0.001  # token: step of the loss-free bias
     z_coef: float = -1.0  # weight of the z-loss on router logits; -1: the paper's, expert 0 and token 1e-5
 
     def __post_init__(self):
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if get_origin(f.type) is Literal and value not in get_args(f.type):
-                raise ValueError(f"{f.name}={value!r} is unknown: choose from {', '.join(get_args(f.type))}")
-            if f.type is int and value < 1:
-                raise ValueError(f"{f.name}={value} must be at least 1")
-            if f.type is float and (not math.isfinite(value) or value < 0 and value != f.default):
-                raise ValueError(f"{f.name}={value} must be a number that is not negative")
-        if self.n_embd % (2 * self.n_head):
-            raise ValueError(f"n_embd={self.n_embd} must be an even multiple of n_head={self.n_head}")
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}")
-        if self.n_layer <= self.n_unshared:
-            raise ValueError(f"n_layer={self.n_layer} must be at least 3 for sharing={self.sharing}")
-        if self.routed and "cycle" not in self.sharing:
-            raise ValueError(f"sharing={self.sharing} has no block that router={self.router} could repeat: "
-                             "choose cycle or middle_cycle, or router=none")
-        gates = ("paper", "sigmoid", "softmax" if self.router == "token" else "tanh")
-        if self.routed and self.gate not in gates:
-            raise ValueError(f"gate={self.gate} does not fit router={self.router}: choose {', '.join(gates)}")
-        if self.router_arch == "random" and (self.router != "expert" or self.sampling == "aux_router"):
-            raise ValueError("router_arch=random has nothing to learn: use router=expert, sampling=aux_loss")
-
-    @property
-    def routed(self):
-        """Whether there is anything to decide."""
-        return self.n_rec > 1 and self.router != "none"
-
-    @property
-    def n_unshared(self):
-        """Layers outside the shared block: the first and the last one in the middle_ maps."""
-        return 2 if self.sharing.startswith("middle") else 0
-
-    @property
-    def n_shared(self):
-        """Layers in the shared block."""
+        check_fields(self)
+        self.head_dim = self.n_embd // self.n_head
+        self.routed = self.n_rec > 1 and self.router != "none"   # whether there is anything to decide
+        self.cyclic = "cycle" in self.sharing   # whether a recursion is the same layers every time
+        self.n_unshared = 2 if "middle" in self.sharing else 0   # layers outside the shared block
         # DIFFERS: where n_rec does not divide the depth, the released code drops layers; the paper adds some.
-        return math.ceil((self.n_layer - self.n_unshared) / self.n_rec)
+        self.n_shared = math.ceil((self.n_layer - self.n_unshared) / self.n_rec)   # in the shared block
+        self.effective_depth = self.n_unshared + self.n_rec * self.n_shared   # of depth n_rec
+        require(self.n_embd % (2 * self.n_head) == 0,
+                f"n_embd={self.n_embd} must be an even multiple of n_head={self.n_head}")
+        require(self.n_head % self.n_kv_head == 0,
+                f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}")
+        require(self.n_layer > self.n_unshared,
+                f"n_layer={self.n_layer} must be at least 3 for sharing={self.sharing}")
+        require(self.cyclic or not self.routed,
+                f"sharing={self.sharing} has no block that router={self.router} could repeat: choose cycle, "
+                "middle_cycle or router=none")
+        gates = ["paper", "sigmoid", "softmax" if self.router == "token" else "tanh"]
+        require(self.gate in gates or not self.routed,
+                f"gate={self.gate} does not fit router={self.router}: choose {', '.join(gates)}")
+        require(self.router_arch != "random" or (self.router, self.sampling) == ("expert", "aux_loss"),
+                "router_arch=random has nothing to learn: use router=expert, sampling=aux_loss")
 
-    @property
-    def effective_depth(self):
-        """Layers that a token of depth n_rec passes through."""
-        return self.n_unshared + self.n_rec * self.n_shared
+    def capacity(self, T):
+        """Tokens of a row that expert-choice keeps at each recursion: 12, 8, 4 for T=12 and n_rec=3."""
+        return tuple(max(1, (self.n_rec - r) * T // self.n_rec) for r in range(self.n_rec))
 
-    @property
-    def head_dim(self):
-        return self.n_embd // self.n_head
-
-    def capacity(self, T, warm=1.0):
-        """Tokens of a row of T that expert-choice keeps at each recursion: (n_rec - r) / n_rec of them, >= 1.
-
-        warm in [0, 1]: progress of the capacity warm-up (the paper's appendix tried it), which starts with
-        all T and comes down on a cosine, in steps of T/16 so that compiled code meets few sizes.
-        """
-        k = [max(1, (self.n_rec - r) * T // self.n_rec) for r in range(self.n_rec)]
-        if warm < 1:
-            step, slack = max(1, T // 16), 0.5 * (1 + math.cos(math.pi * warm))
-            k = [min(T, kr + math.ceil((T - kr) * slack / step) * step) for kr in k]
-        return tuple(k)
-
-
-# Sizes of the paper's Table 6, and one for two CPU cores.
-PRESETS = {
+PRESETS = {   # sizes of the paper's Table 6, and one for two CPU cores
     "tiny": dict(vocab_size=257, block_size=128, n_layer=8, n_head=3, n_kv_head=1, n_embd=96, n_ff=256),
     "135m": dict(n_layer=30, n_head=9, n_kv_head=3, n_embd=576, n_ff=1536),
     "360m": dict(n_layer=32, n_head=15, n_kv_head=5, n_embd=960, n_ff=2560),
@@ -131,47 +109,40 @@ PRESETS = {
     "1.7b": dict(n_layer=24, n_head=32, n_kv_head=32, n_embd=2048, n_ff=8192),
 }
 
+# ---- 2. The ordinary Transformer: Llama, as in SmolLM. The one change: tokens come without their rows ------
 
-# ------------------------------------------------------------------------------------------------------------
-# 2. The ordinary Transformer: Llama, as in SmolLM. The one change: tokens come without their rows
+def wide(dtype):   # float32, or float64 if that is what there is: for rotations, router logits and sampling
+    return torch.promote_types(dtype, torch.float32)
 
-def at_least_float32(x):
-    """Router logits, sampling and losses are never computed in half precision (float64 stays float64)."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def rope(position, D, dtype, theta=10000.0):
+    """cos and sin, (N, 1, D) each, of the angles t * theta^(-2i/D) by which a token at position t, one of
+    (N,), turns its pairs (i, i + D/2). sin has a minus in its first half, where a rotation has one."""
+    freq = theta ** (-torch.arange(0, D, 2, device=position.device, dtype=dtype) / D)      # (D/2,)
+    angle = position[:, None, None] * freq                                                 # (N, 1, D/2)
+    sin = angle.sin()
+    return torch.cat([angle, angle], dim=2).cos(), torch.cat([-sin, sin], dim=2)
 
-
-def rope_table(T, D, dtype, device, theta=10000.0):
-    """cos and sin, (T, 2, 1, D), of the angles t * theta^(-2i/D) by which position t turns pair (i, i + D/2).
-    sin starts with the minus of a rotation, which makes (a cos - b sin, b cos + a sin) of a pair (a, b)."""
-    freq = theta ** (-torch.arange(0, D, 2, device=device, dtype=dtype) / D)               # (D/2,)
-    angle = torch.arange(T, device=device, dtype=dtype)[:, None] * freq                    # (T, D/2)
-    cos, sin = angle.cos(), angle.sin()
-    return torch.stack([torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)], dim=1).unsqueeze(2)
-
-
-def rotate(x, rope):
-    """Turn the pairs in each head of x (N, H, D) by their token's angles; rope: cos, sin, (N, 1, D) each."""
+def rotate(x, rope):   # each pair (a, b) in the heads of x (N, H, D) becomes (a cos - b sin, b cos + a sin)
     cos, sin = rope
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
-
 
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        H, G, D = self.heads = config.n_head, config.n_kv_head, config.head_dim
-        self.q_proj = nn.Linear(config.n_embd, H * D, bias=False)
-        self.kv_proj = nn.Linear(config.n_embd, 2 * G * D, bias=False)   # k and v are always needed together
-        self.o_proj = nn.Linear(H * D, config.n_embd, bias=False)
+        self.G = config.n_kv_head
+        self.D = config.head_dim
+        self.q_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.kv_proj = nn.Linear(config.n_embd, 2 * self.G * self.D, bias=False)   # always needed together
+        self.o_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x, rows, layer):
-        H, G, D = self.heads
-        q, k, v = rotate(self.q_proj(x).view(-1, H, D), rows.rope), None, None             # (N, H, D)
-        n = rows.writers(layer)
+        q = rotate(self.q_proj(x).view(len(x), -1, self.D), rows.rope)                     # (N, H, D)
+        kv = None
+        n = rows.writers(layer)   # all N, but for the deeper recursions of the shared cache
         if n > 0:
-            k, v = self.kv_proj(x[:n]).view(-1, 2, G, D).unbind(1)                         # (n, G, D) each
-            k = rotate(k, [t[:n] for t in rows.rope])
-        return self.o_proj(rows.attend(layer, q, k, v).flatten(1))                         # (N, C)
-
+            k, v = self.kv_proj(x[:n]).view(n, 2, self.G, self.D).unbind(1)                # (n, G, D) each
+            kv = torch.cat([rotate(k, [t[:n] for t in rows.rope]), v], dim=1)              # (n, 2 * G, D)
+        return self.o_proj(rows.attend(layer, q, kv).flatten(1))                           # (N, C)
 
 class MLP(nn.Module):
     def __init__(self, config):
@@ -182,7 +153,6 @@ class MLP(nn.Module):
     def forward(self, x):
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)
-
 
 class Block(nn.Module):
     """One layer, for N tokens (N, C) of any rows. `rows` knows who attends to whom; `layer` is a name."""
@@ -197,10 +167,128 @@ class Block(nn.Module):
         x = x + self.attn(self.attn_norm(x), rows, layer)
         return x + self.mlp(self.mlp_norm(x))
 
+# ---- 3. The whole model ------------------------------------------------------------------------------------
 
-# ------------------------------------------------------------------------------------------------------------
-# 3. Which tokens attend to which
+class MoR(nn.Module):
+    """The model. n_rec=1 is a plain Transformer, router=none a plain recursive one, by the same code."""
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        blocks = lambda n: nn.ModuleList(Block(config) for _ in range(n))
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.first = blocks(config.n_unshared // 2)
+        self.shared = blocks(config.n_shared)
+        self.last = blocks(config.n_unshared // 2)
+        self.norm = nn.RMSNorm(config.n_embd, eps=1e-5)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head.weight = self.wte.weight
+        self.router = make_router(config) if config.routed else None
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
 
+    def forward(self, idx, targets=None, causal=None, max_depth=None, threshold=0.5, k=None,
+                past=None, start=0):
+        """idx (B, T) -> logits (B, T, V), loss, Routing. Raises ValueError, see `check`.
+
+        loss: None without targets (B, T); else their mean cross-entropy in nats per token (-1 is left out)
+        plus the router's losses by their coefficients. causal: see Routing; None: unless training. max_depth:
+        None is n_rec. k: None is config.capacity(T). past, start: see `write`; logits are then of the newest
+        token only."""
+        causal = not self.training if causal is None else causal
+        max_depth = self.config.n_rec if max_depth is None else max_depth
+        self.check(idx.shape, max_depth, threshold, causal, past, start)
+        rows = Rows.whole(idx, self, past, start)
+        routing = Routing(causal, max_depth, logit(threshold), k or self.config.capacity(idx.shape[1]),
+                          depth=torch.full_like(rows.flat, max_depth), logits=self.no_logits(len(rows.flat)))
+        x = self.enter(idx.flatten(), rows)                                                # (N, C), N = B * T
+        if self.router:
+            x = self.router(x, rows, self.recursion, routing)   # each token 1 to max_depth recursions
+        else:
+            for r in range(max_depth):
+                x = self.recursion(x, rows, r)
+        logits = self.head(x, rows, slice(None) if past is None else slice(-1, None))      # (N, V)
+        loss = None
+        if targets is not None:
+            loss = F.cross_entropy(logits.to(self.wide), targets.flatten(), ignore_index=-1)
+            routing.add("lm", loss)
+            for name, coef in self.router.coef.items() if self.router else []:
+                loss = loss + coef * routing.losses[name]
+        return logits.view(len(idx), -1, logits.shape[1]), loss, routing.finish(*idx.shape)
+
+    def enter(self, idx, rows):   # tokens (N,) through the embedding and the first layer, (N, C)
+        x = self.wte(idx)
+        for block in self.first:
+            x = block(x, rows, ("first", 0))
+        return x
+
+    def recursion(self, x, rows, r):
+        """The paper's f: recursion r of the shared block on tokens x (N, C). Its Table 1 maps recursions to
+        layers: two of them are applied as 0 1 0 1 0 1 by (middle_)cycle, as 0 0 0 1 1 1 by (middle_)sequence.
+        """
+        n = len(self.shared)
+        for l in range(r * n, (r + 1) * n):   # of all that are applied, in order
+            i, turn = (l % n, r) if self.config.cyclic else divmod(l, self.config.n_rec)
+            x = self.shared[i](x, rows, (i, turn))   # layer i, for the turn-th time
+        return x
+
+    def head(self, x, rows, wanted=slice(None)):   # tokens (N, C) through the last layer to logits (N, V)
+        for block in self.last:
+            x = block(x, rows, ("last", 0))
+        return self.lm_head(self.norm(x[wanted]))
+
+    @property
+    def wide(self):
+        return wide(self.wte.weight.dtype)
+
+    def no_logits(self, n):   # (n, n_rec), before a router was asked
+        return self.wte.weight.new_full((n, self.config.n_rec), torch.nan, dtype=self.wide)
+
+    def check(self, shape, max_depth, threshold, causal=True, past=None, start=0):
+        """ValueError for rows that do not fit, or an argument that is out of range."""
+        c = self.config
+        B, T = shape
+        require(1 <= start + T <= c.block_size,
+                f"a row of {start + T} tokens does not fit: it must hold 1 to block_size={c.block_size}")
+        require(max_depth == c.n_rec or c.cyclic and 1 <= max_depth <= c.n_rec,
+                f"max_depth={max_depth} must be 1 to n_rec={c.n_rec}, and below that only where sharing="
+                f"{c.sharing} is cycle or middle_cycle")
+        require(0 < threshold < 1, f"threshold={threshold} must lie between 0 and 1")
+        known = max([0, *(kv.shape[2] for kv in (past or {}).values())])
+        require(start == known and (past is None or B == 1 and causal and (T == 1 or not known)),
+                f"past holds {known} tokens; {B} x {T} at start={start}, causal={causal} do not go on with them"
+                ": give one prompt at 0, then single tokens, each at its position")
+
+@dataclass
+class Routing:
+    """How a forward pass is to route (the first four), and what came of it. Only losses carry gradients."""
+    causal: bool  # by threshold, as in generation; else by top-k over the row, as in training
+    max_depth: int  # tokens still there after this many recursions leave
+    bar: float  # expert-choice, causal: a token goes on while its logit is above; 0 is a threshold of 0.5
+    k: tuple  # expert-choice, not causal: how many tokens of a row each recursion keeps
+    depth: Tensor  # (B, T) recursions each token took, 1..n_rec; flat until `finish`
+    logits: Tensor  # (B, T, n_rec) raw router logits, NaN where not asked; flat until `finish`
+    losses: dict = field(default_factory=dict)  # unweighted scalars: lm; expert: aux, z; token: balance, z
+    health: dict = field(default_factory=dict)  # see `finish`; the routers say what they add
+
+    def add(self, name, value):   # to a loss; where every recursion has a router, they sum over recursions
+        self.losses[name] = self.losses.get(name, 0.0) + value
+
+    def finish(self, B, T):
+        """Back to rows. Health: load (n_rec,), the share of tokens at each depth; mean_depth; dead, the share
+        of positions that no row of the batch sent to the last recursion (2/3 if one third always goes)."""
+        self.depth = self.depth.view(B, T)
+        self.logits = self.logits.view(B, T, -1)
+        self.health["load"] = F.one_hot(self.depth - 1, self.logits.shape[2]).float().mean(dim=(0, 1))
+        self.health["mean_depth"] = self.depth.float().mean()
+        self.health["dead"] = (self.depth < self.max_depth).all(dim=0).float().mean()
+        if "agreement" in self.health:
+            self.health["agreement"] = torch.stack(self.health["agreement"])
+        return self
+
+# ---- 4. Which tokens attend to which -----------------------------------------------------------------------
+
+@dataclass
 class Rows:
     """Where N tokens stand: B rows of T positions, each of which may hold any number of these tokens.
 
@@ -211,720 +299,627 @@ class Rows:
         recursion     every token, wherever it goes     the tokens that went as deep as r
         shared        every token, at depth 1 only      every token; deeper, no key and no value is projected
 
-    Tokens stay in row order, and in position order within a row: then `is_causal` is that rule, maskless.
+    Tokens stay in row order, and in position order within a row: then `is_causal` is that rule, maskless."""
+    B: int
+    T: int
+    S: int  # tokens in each row, or at most
+    flat: Tensor  # (N,) row * T + place in the row, ascending
+    position: Tensor  # (N,) in the text
+    rope: tuple  # cos and sin, (N, 1, D) each
+    shared: bool  # which cache
+    past: dict  # layer -> keys and values (B, 2 * G, tokens, D), if later ones will ask for them; else None
+    cell: Tensor = None  # (N,) row * S + rank in the row; None: every row has S, so tokens lie in order
 
-    flat (N,): row * T + position of each token, ascending. S: tokens in each row, or None if rows hold
-    different numbers. table: see rope_table. store: keys and values by layer for the shared cache, None for
-    the other. written: None, or a list to which every layer adds (layer, flat, k, v) of what it writes.
-    """
-    def __init__(self, B, T, table, store, written, flat, S=None):
-        self.B, self.T, self.table, self.store, self.written = B, T, table, store, written
-        self.flat, self.S = flat, S
-        self.cell, self.rope = None, table[flat % T].unbind(1)                            # (N, 1, D) each
-        if S is None:   # a row's tokens first, then padding, where no real query sees it
-            row, count = flat // T, torch.bincount(flat // T, minlength=B)                 # (N,), (B,)
-            rank = torch.arange(len(flat), device=flat.device) - (count.cumsum(0) - count)[row]
-            self.S = int(count.max())
-            self.cell = row * self.S + rank                                                # (N,)
+    @classmethod
+    def whole(cls, idx, model, past, start):   # all tokens of idx (B, T)
+        B, T = idx.shape
+        flat = torch.arange(B * T, device=idx.device)
+        position = start + flat % T
+        shared = model.config.cache == "shared"
+        past = {} if shared and past is None else past
+        return cls(B, T, T, flat, position, rope(position, model.config.head_dim, model.wide), shared, past)
 
-    def take(self, chosen, S=None):
-        """The rows of some of these tokens; chosen (N',) holds ascending indices into them, S is as above."""
-        return Rows(self.B, self.T, self.table, self.store, self.written, self.flat[chosen], S)
+    def take(self, keep, ragged=True):
+        """The rows of some of these tokens, by ascending indices keep (N',). ragged: rows may hold different
+        numbers of them; then in each its tokens come first, and padding behind that they cannot see."""
+        S, cell, flat = len(keep) // self.B, None, self.flat[keep]
+        if ragged and self.B > 1:
+            row = flat // self.T                                                           # (N',)
+            count = torch.bincount(row, minlength=self.B)                                  # (B,)
+            rank = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
+            S = int(count.max())
+            cell = row * S + rank                                                          # (N',)
+        rope = [t[keep] for t in self.rope]
+        return replace(self, S=S, flat=flat, position=self.position[keep], rope=rope, cell=cell)
 
-    def writers(self, layer):
-        """How many tokens, from the first, write keys and values: all, or none where earlier ones serve."""
-        return len(self.flat) if self.store is None or layer not in self.store else 0
+    def writers(self, layer):   # how many tokens write keys and values; 0: earlier ones serve
+        return 0 if self.shared and layer[1] > 0 else len(self.flat)
 
-    def attend(self, layer, q, k, v):
-        """Attention of q (N, H, D) to k, v (N, G, D), or None for those in store; returns (N, H, D)."""
-        cell, S, mask = self.cell, self.S, None
-        if k is not None:
-            if self.written is not None:
-                self.written.append((layer, self.flat, k, v))
-            k, v = self.spread(k, cell, S), self.spread(v, cell, S)                        # (B, G, S, D) each
-            if self.store is not None:
-                self.store[layer] = k, v
+    def attend(self, layer, q, kv):
+        """Attention of q (N, H, D) to kv (N, 2 * G, D), or if it is None to earlier ones; (N, H, D)."""
+        cell, S = (self.flat, self.T) if kv is None else (self.cell, self.S)
+        if kv is None:   # queries go back to the places of all T tokens, where is_causal holds
+            kv = self.past[layer[0], 0]                                                    # (B, 2 * G, T, D)
         else:
-            k, v = self.store[layer]                                                       # (B, G, T, D) each
-            if q.is_cuda:   # back on the grid of all T positions: flash attention takes no mask
-                cell, S = self.flat, self.T
-            else:           # on a CPU a mask costs half of that
-                position = self.spread((self.flat % self.T).view(-1, 1, 1), cell, S)       # (B, 1, S, 1)
-                mask = position >= torch.arange(self.T, device=q.device)                   # (B, 1, S, T)
-        q = self.spread(q, cell, S)                                                        # (B, H, S, D)
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
+            kv = self.grid(kv, cell, S)                                                    # (B, 2 * G, S, D)
+            if self.past is not None:
+                if layer in self.past:   # earlier tokens of the text
+                    kv = torch.cat([self.past[layer], kv], dim=2)
+                self.past[layer] = kv
+        q = self.grid(q, cell, S)                                                          # (B, H, S, D)
+        k, v = kv.chunk(2, dim=1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.T > 1, enable_gqa=True)   # 1 is the newest
         y = y.transpose(1, 2).flatten(0, 1)                                                # (B*S, H, D)
         return y if cell is None else y.index_select(0, cell)
 
-    def spread(self, x, cell, S):
-        """Tokens (N, H, D) to the rows that attention works on, (B, H, S, D)."""
+    def grid(self, x, cell, S):   # tokens (N, H, D) to the rows that attention works on, (B, H, S, D)
         if cell is not None:
             x = x.new_zeros(self.B * S, *x.shape[1:]).index_copy(0, cell, x)
         return x.view(self.B, S, *x.shape[1:]).transpose(1, 2)
 
-
-# ------------------------------------------------------------------------------------------------------------
-# 4. Who goes deeper: two routers
+# ---- 5. Two routers: who goes deeper -----------------------------------------------------------------------
 #
-# A router gets h (N, C), all tokens after the first layer, and `recursion(x, rows, r)`, the shared block as a
+# A router gets x (N, C), all tokens after the first layer, and `recursion(x, rows, r)`, the shared block as a
 # function. It returns the tokens as they enter the last layer. Expert-choice: each recursion chooses its
-# tokens. Token-choice: each token chooses its depth. In both, a token that has left is not computed again.
-
-@dataclass
-class Routing:
-    """How a forward pass is to route (the first four), and what came of it. Only losses carry gradients."""
-    causal: bool  # by threshold, as in generation; else by top-k over the row, as in training
-    max_depth: int  # tokens still there after this many recursions leave
-    threshold: float  # expert-choice, causal: a token goes on while sigmoid(logit) is above
-    k: tuple  # expert-choice, not causal: how many tokens of a row each recursion keeps
-    depth: torch.Tensor  # (B, T) recursions each token took, 1..n_rec; flat until `finish`
-    logits: torch.Tensor  # (B, T, n_rec) raw router logits, NaN where not asked; flat until `finish`
-    losses: dict = field(default_factory=dict)  # unweighted scalars: lm; expert: aux, z; token: balance, z
-    health: dict = field(default_factory=dict)  # see `finish`; the routers say what they add
-
-    def add(self, **losses):
-        """Add to the losses; where every recursion has a router, they sum over recursions."""
-        for name, value in losses.items():
-            self.losses[name] = self.losses.get(name, 0.0) + value
-
-    def finish(self, B, T):
-        """Back to rows. Health: load (n_rec,), the share of tokens at each depth; mean_depth; dead, the share
-        of positions that no row of the batch sent to the last recursion (2/3 if one third always goes)."""
-        self.depth, self.logits = self.depth.view(B, T), self.logits.view(B, T, -1)
-        load = [(self.depth == r + 1).float().mean() for r in range(self.logits.shape[2])]
-        dead = (self.depth < self.max_depth).all(dim=0).float().mean()
-        self.health.update(load=torch.stack(load), mean_depth=self.depth.float().mean(), dead=dead)
-        if "agreement" in self.health:
-            self.health["agreement"] = torch.stack(self.health["agreement"])
-        return self
-
+# tokens. Token-choice: each token chooses its depth. Both are one loop: choose who stays, shrink x and rows
+# to them, apply the block, put the result into `out`. A token that has left is not computed again.
 
 class Score(nn.Module):
     """Router logits of each token, (N, C) -> (N, n_out), read off the raw residual stream in float32."""
     # DIFFERS: the released code compares alpha * sigmoid(z) in bfloat16, where high scores tie.
     def __init__(self, config, n_out):
         super().__init__()
-        C, mlp = config.n_embd, config.router_arch == "mlp"
-        self.layers = nn.ModuleList([nn.Linear(C, 2 * C, bias=False)] if mlp else [])
-        self.layers.append(nn.Linear(2 * C if mlp else C, n_out, bias=False))
+        hidden = [2 * config.n_embd] if config.router_arch == "mlp" else []
+        widths = pairwise([config.n_embd, *hidden, n_out])
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in widths)
 
     def forward(self, x):
-        x = at_least_float32(x)
+        x = x.to(wide(x.dtype))
         with torch.autocast(x.device.type, enabled=False):
             for i, layer in enumerate(self.layers):
                 x = F.linear(F.gelu(x) if i else x, layer.weight.to(x.dtype))
         return x
 
-
-def among(chosen, S, x, rows, f):
-    """Run f(x, rows) on the chosen tokens; the others come back as they are.
-
-    chosen (N',) holds ascending indices into x (N, C); S as in Rows. Calls nest: f may call `among` for the
-    next recursion, and then picks from the compact survivors. On the way back each level writes its survivors
-    over x, which holds the leavers as they left.
-    """
-    if len(chosen) == len(x):
-        return f(x, rows)
-    if len(chosen) == 0:
-        return x
-    return x.index_copy(0, chosen, f(x.index_select(0, chosen), rows.take(chosen, S)))
-
-
 class ExpertRouter(nn.Module):
     """Expert-choice: at each recursion a router of its own keeps the best of the tokens that are still there.
 
     Training keeps the k best of a row. That looks at the whole row, the future included, which generation
-    cannot: there a token goes on while sigmoid(z) > threshold, and an auxiliary loss has taught z to foretell
-    the top-k (or, sampling=aux_router, taught a second router and left z alone). The first recursion takes
-    every token.
-
-    Health: agreement (n_rec,), how often the threshold would decide as the top-k did, among the tokens asked.
-    """
+    cannot: there a token goes on while sigmoid(z) > threshold, and an auxiliary loss teaches z to predict the
+    top-k. The first recursion takes every token.
+    Health: agreement (n_rec,), how often threshold and top-k decide alike, among the tokens asked."""
     def __init__(self, config):
         super().__init__()
-        self.random = config.router_arch == "random"
-        self.gate, self.n_rec = torch.tanh if config.gate == "tanh" else torch.sigmoid, config.n_rec
+        self.n_rec = config.n_rec
+        self.squash = torch.sigmoid
         self.alpha = 0.1 if config.alpha < 0 else config.alpha
         self.coef = {"aux": config.aux_coef, "z": max(config.z_coef, 0.0)}
-        n, n_aux = config.n_rec * (not self.random), config.n_rec * (config.sampling == "aux_router")
-        self.score = nn.ModuleList(Score(config, 1) for _ in range(n))
-        self.aux_score = nn.ModuleList(Score(config, 1) for _ in range(n_aux))
-        if self.random:   # logits fixed by recursion and position, above 0 as often as training keeps a token
-            draw = dict(generator=torch.Generator().manual_seed(0), device="cpu")
-            u = torch.rand(config.block_size, config.n_rec, **draw)                        # (T, n_rec)
-            bar = torch.tensor([1 / (config.n_rec + 1 - r) for r in range(config.n_rec)], device="cpu")
-            self.register_buffer("noise", u - bar, persistent=False)
+        self.score = nn.ModuleList(Score(config, 1) for _ in range(config.n_rec))
 
-    def ask(self, h, position, r):
-        """Logits of tokens h (N, C) before recursion r, (N,) each: for gate and top-k, for the threshold."""
-        z = at_least_float32(self.noise[position, r]) if self.random else self.score[r](h).squeeze(1)
-        return z, self.aux_score[r](h.detach()).squeeze(1) if self.aux_score else z
-
-    def forward(self, h, rows, recursion, routing, r=0):
-        if r == routing.max_depth:
-            return h
-        z, guess = self.ask(h, rows.flat % rows.T, r)                                      # (N,) each
-        if self.random and self.training and not routing.causal:
-            z = torch.rand(len(z)).to(z)   # anew at every step; on the CPU, whose state checkpoints keep
-        chosen, S = self.choose(z, guess, rows, routing, r)                                # (N',)
-        routing.logits[rows.flat, r] = z.detach()
-        routing.depth[rows.flat[chosen]] = r + 1
-        gate = self.weigh(z)                                                               # (N,)
-
-        def deeper(x, rows):
+    def forward(self, x, rows, recursion, routing):
+        out = x                                                                            # (N, C)
+        for r in range(routing.max_depth):
+            z = self.ask(x, rows, r)                                                       # (N, 1)
+            routing.logits[rows.flat, r] = z.detach()[:, 0]
+            keep = self.choose(x, z, rows, routing, r)                                     # (N',)
+            routing.depth[rows.flat] = r
+            if len(keep) == 0:
+                break
+            if len(keep) < len(x):   # the others have left: they stay in `out` as they are
+                x = x.index_select(0, keep)                                                # (N', C)
+                z = z.index_select(0, keep)
+                rows = rows.take(keep, ragged=routing.causal)
             # Eq 2.1. recursion(x) contains x already, so this is (1 + gate) * x + gate * its changes.
-            x = x + gate[chosen].unsqueeze(1).to(x.dtype) * recursion(x, rows, r)          # (N', C)
-            return self(x, rows, recursion, routing, r + 1)
-        return among(chosen, S, h, rows, deeper)
+            x = x + self.gate(z).to(x.dtype) * recursion(x, rows, r)
+            out = out.index_copy(0, rows.flat, x)
+            routing.depth[rows.flat] = r + 1
+        return out
 
-    def choose(self, z, guess, rows, routing, r):
-        """Who passes recursion r: ascending indices (N',), and how many in each row if that is one number."""
-        everyone, k = torch.arange(len(z), device=z.device), routing.k[r]
+    def ask(self, x, rows, r):   # logits (N, 1) before recursion r, for gate and top-k
+        return self.score[r](x)
+
+    def predict(self, x, z, r):   # logits (N, 1) that are to predict the top-k: z itself
+        return z
+
+    def gate(self, z):
+        return self.alpha * self.squash(z)
+
+    def choose(self, x, z, rows, routing, r):   # who takes recursion r: ascending indices (N',)
+        keep = torch.arange(len(z), device=z.device)
+        predicted = self.predict(x, z, r)
         if routing.causal:
             # DIFFERS: the released code evaluates with the top-k. (0.5 is z = 0, also under the tanh gate.)
-            keep = guess.detach() > math.log(routing.threshold / (1 - routing.threshold))
-            return everyone if r == 0 else keep.nonzero().squeeze(1), None
-        chosen = everyone
+            return keep if r == 0 else keep[predicted[:, 0] > routing.bar]
+        k = routing.k[r]
         if k < rows.S:   # the best, back in position order, so that attention stays causal
             best = z.detach().view(rows.B, rows.S).topk(k, sorted=False).indices           # (B, k)
-            chosen = (best.sort(dim=1).values + everyone[::rows.S].unsqueeze(1)).flatten()   # (B * k,)
-        kept = torch.zeros_like(guess).index_fill(0, chosen, 1.0)
-        if not self.random:   # means over the tokens that were asked
-            agreement = ((guess.detach() >= 0) == (kept > 0)).float().mean()
-            routing.health.setdefault("agreement", []).append(agreement)
-            routing.add(aux=F.binary_cross_entropy_with_logits(guess, kept), z=z.square().mean())
-        return chosen, k
+            keep = (best.sort(dim=1).values + keep[::rows.S, None]).flatten()              # (B * k,)
+        kept = torch.zeros_like(z).index_fill(0, keep, 1.0)                                # (N, 1)
+        routing.add("aux", F.binary_cross_entropy_with_logits(predicted, kept))   # a mean over those asked
+        routing.add("z", z.square().mean())
+        agreement = ((predicted >= 0) == (kept > 0)).float().mean()
+        routing.health.setdefault("agreement", []).append(agreement)
+        return keep
 
-    def weigh(self, z):
-        return self.alpha * (torch.ones_like(z) if self.random else self.gate(z))
+    def enter(self, x, here):   # in the engine: logits (n, n_rec) of new tokens x (n, C), NaN where not asked
+        return F.pad(self.ask(x, here, 0), (0, self.n_rec - 1), value=torch.nan)
 
-    def start(self, h, position):
-        """Generation: logits (N, n_rec) of new tokens h (N, C) at positions (N,), NaN where not asked yet."""
-        return F.pad(self.ask(h, position, 0)[0].unsqueeze(1), (0, self.n_rec - 1), value=math.nan)
-
-    def step(self, h, x, h0, z, r, position, max_depth, threshold):
-        """Generation: recursion r (N,) has made x of h, (N, C) each. Returns what goes on from there, z (N,
-        n_rec) with its next answer, and who leaves, (N,). Any token is asked at all r: no shape may depend on
-        who is where."""
-        h = h + self.weigh(z.gather(1, r.unsqueeze(1))).to(h.dtype) * x
-        leaves = torch.ones_like(r, dtype=torch.bool)
-        for s in range(1, max_depth):
-            answer, guess = self.ask(h, position, s)
-            z[:, s] = torch.where(r + 1 == s, answer, z[:, s])
-            leaves &= (r + 1 != s) | (guess <= math.log(threshold / (1 - threshold)))
-        return h, z, leaves
-
+    def advance(self, h, x, here, engine):
+        """In the engine: recursion here.done (n,) of tokens at different depths has made x of h, (n, C) each.
+        Returns what goes on, and who leaves (n,). All are asked at all depths, so that no shape depends on
+        where they are."""
+        done = here.done[:, None]                                                          # (n, 1)
+        x = h + self.gate(engine.z[here.slot].gather(1, done)).to(h.dtype) * x             # Eq 2.1
+        z = [self.ask(x, here, r) for r in range(1, engine.max_depth)]
+        predicted = [self.predict(x, z_r, r) for r, z_r in enumerate(z, 1)]
+        nobody = torch.full_like(done, torch.nan, dtype=engine.z.dtype)
+        engine.z[here.slot, here.done + 1] = torch.cat([*z, nobody], dim=1).gather(1, done)[:, 0]
+        return x, ~(torch.cat([*predicted, nobody], dim=1).gather(1, done)[:, 0] > engine.bar)
 
 class TokenRouter(nn.Module):
     """Token-choice: one router, read once after the first layer; each token takes the depth that scores best.
 
     Causal by construction. Its danger is a collapse to one depth, against which a balance loss pulls the
-    depths to equal loads, or (balance=loss_free) a bias on the choice is nudged after every step.
-
-    Health: max_vio, (max load - mean load) / mean load; entropy of the mean probabilities, in nats.
-    """
+    depths to equal loads: it is 1 there, and n_rec for a collapse.
+    Health: max_vio, (max load - mean load) / mean load; entropy of the mean probabilities, in nats."""
     def __init__(self, config):
         super().__init__()
-        self.softmax = config.gate != "sigmoid"
+        self.squash = partial(torch.softmax, dim=1)
         self.alpha = 1.0 if config.alpha < 0 else config.alpha
-        self.coef = {"balance": config.balance_coef * (config.balance == "loss"),
-                     "z": 1e-5 if config.z_coef < 0 else config.z_coef}
-        self.rate = config.balance_rate * (config.balance == "loss_free")
+        self.coef = {"balance": config.balance_coef, "z": 1e-5 if config.z_coef < 0 else config.z_coef}
         self.score = Score(config, config.n_rec)
-        self.register_buffer("bias", torch.zeros(config.n_rec))
+        self.register_buffer("bias", torch.zeros(config.n_rec))   # only LossFreeRouter moves it
 
-    def forward(self, h, rows, recursion, routing):
-        z = self.score(h)                                                                  # (N, n_rec)
-        p, choice = self.decide(z)
-        depth = (choice.squeeze(1) + 1).clamp(max=routing.max_depth)                       # (N,)
-        routing.logits[rows.flat], routing.depth[rows.flat] = z.detach(), depth
-
-        load = F.one_hot(choice.squeeze(1), z.shape[1]).to(p.dtype).mean(dim=0)            # (n_rec,)
-        # DIFFERS: p includes alpha, as in the released code; the paper's P_i is the bare probability.
-        balance = z.shape[1] * (load * p.mean(dim=0)).sum()
-        routing.add(balance=balance, z=z.logsumexp(dim=1).square().mean())
-        share = p.detach().mean(dim=0) / p.detach().mean(dim=0).sum()
-        routing.health.update(max_vio=load.max() / load.mean() - 1, entropy=-(share * share.log()).sum())
+    def forward(self, x, rows, recursion, routing):
+        h = out = x                                                                        # (N, C)
+        z = self.score(x)                                                                  # (N, n_rec)
+        gate = self.gate(z)                                                                # (N, n_rec)
+        choice = self.choose(gate)                                                         # (N, 1)
+        self.compare(z, gate, choice, routing)
+        routing.logits = z.detach()
+        routing.depth = (choice[:, 0] + 1).clamp(max=routing.max_depth)                    # (N,)
+        for r in range(routing.max_depth):
+            keep = (routing.depth[rows.flat] > r).nonzero()[:, 0]                          # (N',)
+            if len(keep) == 0:
+                break
+            if len(keep) < len(x):   # the others have left: they stay in `out` as they are
+                x = x.index_select(0, keep)                                                # (N', C)
+                rows = rows.take(keep)
+            x = recursion(x, rows, r)
+            out = out.index_copy(0, rows.flat, x)
         # DIFFERS: the gate acts once, on the way out, as in the released code; Eq 2.2 gates every recursion.
-        return h + p.gather(1, choice).to(h.dtype) * self.deepen(h, rows, recursion, depth)
+        return h + gate.gather(1, choice).to(h.dtype) * out
 
-    def deepen(self, x, rows, recursion, depth, r=0):
-        """The recursion applied `depth` (N,) times to each token of x (N, C)."""
-        chosen = (depth > r).nonzero().squeeze(1)                                          # (N',)
+    def gate(self, z):
+        return self.alpha * self.squash(z)
 
-        def deeper(x, rows):
-            return self.deepen(recursion(x, rows, r), rows, recursion, depth[chosen], r + 1)
-        return among(chosen, None, x, rows, deeper)
+    def choose(self, gate):   # the depth of each token, (N, 1), counted from 0
+        return (gate.detach() + self.bias).argmax(dim=1, keepdim=True)
 
-    def decide(self, z):
-        """Gates (N, n_rec) of all depths, and the depth chosen (N, 1), counted from 0."""
-        p = self.alpha * (z.softmax(dim=1) if self.softmax else z.sigmoid())
-        return p, (p.detach() + self.bias).argmax(dim=1, keepdim=True)
+    def compare(self, z, gate, choice, routing):   # the loads of depths with each other
+        load = F.one_hot(choice[:, 0], z.shape[1]).to(z.dtype).mean(dim=0)                 # (n_rec,)
+        mean = gate.mean(dim=0)
+        # DIFFERS: gates include alpha, as in the released code; the paper's P_i is the bare probability.
+        routing.add("balance", len(load) * (load * mean).sum())
+        routing.add("z", z.logsumexp(dim=1).square().mean())
+        routing.health["max_vio"] = load.max() / load.mean() - 1
+        routing.health["entropy"] = torch.special.entr(mean.detach() / mean.detach().sum()).sum()
 
-    def start(self, h, position):
-        """Generation: logits (N, n_rec) of new tokens h (N, C)."""
-        return self.score(h)
+    def enter(self, x, here):   # in the engine: logits (n, n_rec) of new tokens x (n, C)
+        return self.score(x)
 
-    def step(self, h, x, h0, z, r, position, max_depth, threshold):
-        """Generation: recursion r (N,) has made x of h, (N, C) each, and the first, of h0. Returns what goes
-        on from there, z (N, n_rec), and who leaves, (N,)."""
-        p, choice = self.decide(z)
-        leaves = r >= choice.squeeze(1).clamp(max=max_depth - 1)
-        return torch.where(leaves.unsqueeze(1), h0 + p.gather(1, choice).to(x.dtype) * x, x), z, leaves
+    def advance(self, h, x, here, engine):   # in the engine: as in ExpertRouter
+        gate = self.gate(engine.z[here.slot, :-1])
+        choice = self.choose(gate)
+        leaves = here.done[:, None] >= choice.clamp(max=engine.max_depth - 1)
+        out = engine.entered[here.slot] + gate.gather(1, choice).to(x.dtype) * x
+        return torch.where(leaves, out, x), leaves[:, 0]
+
+def logit(p):   # the z whose sigmoid is p
+    return math.log(p / (1 - p))
+
+# Variants that the paper's appendix tried: skip them on a first reading.
+
+class AuxRouter(ExpertRouter):
+    """A second router predicts the top-k, and leaves the first one's z to gate and top-k."""
+    def __init__(self, config):
+        super().__init__(config)
+        self.aux_score = nn.ModuleList(Score(config, 1) for _ in range(config.n_rec))
+
+    def predict(self, x, z, r):
+        return self.aux_score[r](x.detach())
+
+class RandomRouter(ExpertRouter):
+    """The baseline: chance decides, as often as training keeps a token, and nothing is learned."""
+    def __init__(self, config):
+        super().__init__(config)
+        self.score = None
+        self.coef = {}
+        self.squash = torch.ones_like
+        u = torch.rand(config.block_size, config.n_rec, generator=torch.Generator().manual_seed(0))
+        bar = 1 / (config.n_rec + 1 - torch.arange(config.n_rec))   # 1 - share kept of those asked
+        self.register_buffer("bar", bar, persistent=False)
+        self.register_buffer("noise", (u - bar).T[..., None], persistent=False)   # fixed: evaluation repeats
+
+    def ask(self, x, rows, r):
+        if self.training:   # anew at every step; on the CPU, whose state checkpoints keep
+            return torch.rand(len(x), 1).to(self.bar) - self.bar[r]
+        return self.noise[r].index_select(0, rows.position).to(wide(x.dtype))
+
+class LossFreeRouter(TokenRouter):
+    """Instead of a balance loss, a bias on the choice is moved after every step, towards equal loads."""
+    def __init__(self, config):
+        super().__init__(config)
+        self.coef["balance"] = 0.0
+        self.rate = config.balance_rate
 
     @torch.no_grad()
-    def update_bias(self, load):
-        """Loss-free balancing, after an optimizer step: load (n_rec,) is its share of tokens per depth."""
+    def update_bias(self, load):   # after an optimizer step, with its load (n_rec,), see Routing.finish
         self.bias += self.rate * torch.sign(load.mean() - load)
 
+def make_router(config):
+    expert = AuxRouter if config.sampling == "aux_router" else ExpertRouter
+    token = LossFreeRouter if config.balance == "loss_free" else TokenRouter
+    cls = RandomRouter if config.router_arch == "random" else dict(expert=expert, token=token)[config.router]
+    router = cls(config)
+    if config.gate in ("sigmoid", "tanh"):
+        router.squash = getattr(torch, config.gate)
+    return router
 
-# ------------------------------------------------------------------------------------------------------------
-# 5. Mixture-of-Recursions
-
-class MoR(nn.Module):
-    """The model. n_rec=1 is a plain Transformer, router=none a plain recursive one, by the same code."""
-    def __init__(self, config):
-        super().__init__()
-        self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.first = nn.ModuleList(Block(config) for _ in range(config.n_unshared // 2))
-        self.shared = nn.ModuleList(Block(config) for _ in range(config.n_shared))
-        self.last = nn.ModuleList(Block(config) for _ in range(config.n_unshared // 2))
-        self.norm = nn.RMSNorm(config.n_embd, eps=1e-5)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.lm_head.weight = self.wte.weight
-        routers = {"expert": ExpertRouter, "token": TokenRouter}
-        self.router = routers[config.router](config) if config.routed else None
-        for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=0.02)
-
-    def forward(self, idx, targets=None, causal=None, max_depth=None, threshold=0.5, k=None):
-        """idx (B, T) -> logits (B, T, V), loss, Routing.
-
-        loss: None without targets (B, T); else their mean cross-entropy in nats per token (-1 is left out)
-        plus the router's losses by their coefficients. causal: see Routing; None: unless training. max_depth:
-        None is n_rec. k: None is config.capacity(T). Raises ValueError, see `check`.
-        """
-        (B, T), causal = idx.shape, not self.training if causal is None else causal
-        flat = torch.arange(B * T, device=idx.device)
-        x, routing = self.states(idx, flat, causal, max_depth, threshold, k)
-        logits, loss = self.lm_head(self.norm(x)), None                                    # (B*T, V)
-        if targets is not None:
-            lm = F.cross_entropy(at_least_float32(logits), targets.flatten(), ignore_index=-1)
-            loss = lm + sum(self.router.coef[name] * term for name, term in routing.losses.items())
-            routing.add(lm=lm)
-        return logits.view(B, T, -1), loss, routing.finish(B, T)
-
-    def states(self, idx, flat, causal, max_depth, threshold, k=None, written=None):
-        """Tokens of idx (B, T) after the last layer, (N, C), and their Routing. flat (N,): which ones; from
-        each row some number of the first, from one row all. written: see Rows. The rest: see forward."""
-        c, (B, T) = self.config, idx.shape
-        max_depth = c.n_rec if max_depth is None else max_depth
-        self.check(T, max_depth, threshold)
-        like = dict(dtype=torch.promote_types(self.wte.weight.dtype, torch.float32), device=idx.device)
-        routing = Routing(causal, max_depth, threshold, k or c.capacity(T),
-                          depth=torch.full((B * T,), 1 if c.routed else max_depth, device=idx.device),
-                          logits=torch.full((B * T, c.n_rec), torch.nan, **like))
-        rows = Rows(B, T, rope_table(T, c.head_dim, **like), {} if c.cache == "shared" else None, written,
-                    flat, T if len(flat) == B * T else None)
-
-        x = self.wte(idx.flatten()[flat])                                                  # (N, C)
-        for block in self.first:
-            x = block(x, rows, "first")
-        if c.routed:
-            x = self.router(x, rows, self.recursion, routing)
-        else:
-            for r in range(max_depth):
-                x = self.recursion(x, rows, r)
-        for block in self.last:
-            x = block(x, rows, "last")
-        return x, routing
-
-    def recursion(self, x, rows, r):
-        """The paper's f: recursion r of the shared block on tokens x (N, C). Table 1 has the sharing maps."""
-        m = len(self.shared)
-        for l in range(r * m, (r + 1) * m):
-            layer = l % m if "cycle" in self.config.sharing else l // self.config.n_rec
-            x = self.shared[layer](x, rows, layer)
-        return x
-
-    def check(self, T, max_depth, threshold):
-        """ValueError for a row of T tokens that does not fit, or a dial that is out of range."""
-        c = self.config
-        if not 1 <= T <= c.block_size:
-            raise ValueError(f"a row of {T} tokens does not fit: it must hold 1 to block_size={c.block_size}")
-        if not 1 <= max_depth <= c.n_rec or max_depth < c.n_rec and "cycle" not in c.sharing:
-            raise ValueError(f"max_depth={max_depth} must be 1 to n_rec={c.n_rec}, and below that only where "
-                             f"sharing={c.sharing} is cycle or middle_cycle")
-        if not 0 < threshold < 1:
-            raise ValueError(f"threshold={threshold} must lie between 0 and 1")
-
-
-# ------------------------------------------------------------------------------------------------------------
-# 6. Generation
-#
-# A slot holds a text that is being written, and of it one token on its way. One pass of the shared block
-# serves the tokens of all slots, each at its own depth, but for those that their router has let go: they wait
-# for the last layer and the head. There each yields the next token of its text, which starts at the first
-# layer. A text that ends hands its slot to the next in the queue.
+# ---- 6. One text, token by token ---------------------------------------------------------------------------
 
 def pick(logits, u, temperature=1.0, top_k=None):
     """Draw ids (N,) from logits (N, V) with uniform numbers u (N,) in [0, 1), one for each token.
 
-    Numbers from a stream of its own make a sampled text independent of its neighbours. temperature 0 takes
-    the likeliest token; top_k, unless None or 0, draws from the k likeliest only.
-    """
+    temperature 0 takes the likeliest token; top_k, unless None or 0, draws from the k likeliest only."""
     if temperature == 0:
         return logits.argmax(dim=1)
-    logits = at_least_float32(logits)
     if top_k and top_k < logits.shape[1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
-    logits = logits - logits.amax(dim=1, keepdim=True)   # at most 0: no temperature makes it overflow,
-    total = logits.div_(max(temperature, 1e-30)).exp_().cumsum(dim=1)   # nor does a tiny one make 0/0; (N, V)
-    last = total[:, -1:]   # u * last has to stay below, or a token of probability 0 could be drawn
-    u = torch.minimum(u.to(last.dtype).unsqueeze(1) * last, torch.nextafter(last, torch.zeros_like(last)))
-    return torch.searchsorted(total, u, right=True).squeeze(1)
+    logits = logits.to(wide(logits.dtype))
+    logits = logits - logits.amax(dim=1, keepdim=True)   # at most 0, so that no temperature makes it overflow
+    total = logits.div_(max(temperature, 1e-30)).exp_().cumsum(dim=1)                      # (N, V)
+    u = u.to(total).clamp(max=1 - 2**-24)[:, None]   # rounded to 1, it could draw a token of probability 0
+    return torch.searchsorted(total, u * total[:, -1:], right=True)[:, 0]
 
+def check_text(model, prompt, max_new_tokens, temperature=1.0, top_k=None):
+    """ValueError for what nobody could write."""
+    V = model.config.vocab_size
+    require(prompt and min(prompt) >= 0 and max(prompt) < V and max_new_tokens >= 0,
+            f"max_new_tokens={max_new_tokens} must not be negative, and a prompt ({len(prompt)} tokens) must "
+            f"have one or more, each 0 to {V - 1}")
+    require(0 <= temperature < math.inf and (top_k or 0) >= 0,
+            f"temperature={temperature} and top_k={top_k} must not be negative")
 
-class Log:
-    """Keys and values of the texts in flight: in each layer a row for each slot, and rows only grow.
+@torch.inference_mode()
+def write(model, prompt, max_new_tokens, temperature=1.0, top_k=None, seed=0, max_depth=None, threshold=0.5):
+    """Go on with one prompt, a list of ids, and yield (token, depth) as they come, until block_size is full.
 
-        cache        a token adds, in the shared block     and a query at recursion r sees
-        recursion    an entry at each recursion it takes   the entries with tag r
-        shared       an entry at the first recursion       all entries
+    Each forward gets the new tokens only. `past` has keys and values of all earlier ones: every layer adds to
+    it, and reads it. So early exit needs nothing more: a token that leaves is not in the next recursion, is
+    not computed there, and leaves nothing in `past` for it. Raises ValueError."""
+    check_text(model, prompt, max_new_tokens, temperature, top_k)
+    stream = random.Random(seed)
+    new, start, past = list(prompt), 0, {}
+    for _ in range(max_new_tokens):
+        idx = torch.tensor([new], device=model.wte.weight.device)
+        logits, _, routing = model(idx, None, True, max_depth, threshold, past=past, start=start)
+        u = torch.tensor([stream.random()])
+        token = pick(logits[:, -1], u, temperature, top_k).item()
+        yield token, routing.depth[0, -1].item()
+        start += len(new)
+        new = [token]
+        if start == model.config.block_size:
+            return
 
-    In the first and the last layer each token has one entry. kv[layer]: k and v, (slots, G, length, D) each,
-    allocated once and written in place. tagged: layers whose entries have a tag, the recursion 0..n_rec-1
-    that made them: tag (slots, entries). Entries with another tag are read and masked; what is saved are the
-    work and the room of those that are never made.
-    """
-    def __init__(self, config, slots, max_len, entries, like):
-        self.slots, G, D, shared = slots, config.n_kv_head, config.head_dim, tuple(range(config.n_shared))
-        self.tagged = shared if config.cache == "recursion" and config.n_rec > 1 else ()
-        self.kv = {layer: [torch.zeros(slots, G, entries if layer in self.tagged else max_len, D, **like)
-                           for _ in "kv"] for layer in ("first", "last")[:config.n_unshared] + shared}
-        self.tag = torch.full((slots, entries), -1, device=like["device"])
-
-    def where(self, layer, slot, entry):
-        """Indices (n * G,) into kv[layer], seen as rows of D, of n tokens at slot and entry (n,). Nothing but
-        `Engine.room` keeps an entry inside its slot."""
-        _, G, length, _ = self.kv[layer][0].shape
-        heads = torch.arange(G, device=slot.device)
-        return ((slot.unsqueeze(1) * G + heads) * length + entry.unsqueeze(1)).flatten()
-
-    def write(self, layer, where, k, v):
-        """Write k and v (n, G, D) of n tokens."""
-        for buffer, x in zip(self.kv[layer], (k, v)):
-            buffer.view(-1, x.shape[2]).index_copy_(0, where, x.flatten(0, 1))
-
-    def wipe(self, slots):
-        """Empty some slots. Zeros are for an old NaN, which no mask would hide: 0 times NaN is NaN."""
-        self.tag[slots] = -1
-        for buffer in sum(self.kv.values(), []):
-            buffer[slots] = 0
-
-    def fill(self, slots, depth, written):
-        """Write one prompt for each of slots, as if token by token. depth (B, T); written: see Rows."""
-        T, turns = depth.shape[1], Counter()   # how often a layer has run
-        before = (depth.cumsum(dim=1) - depth).flatten()   # entries in front of each token's own
-        for layer, flat, k, v in written:
-            slot, entry = slots[flat // T], flat % T
-            if layer in self.tagged:
-                entry = before[flat] + turns[layer]
-                self.tag[slot, entry] = turns[layer]
-                turns[layer] += 1
-            self.write(layer, self.where(layer, slot, entry), k, v)
-
-
-class Pass:
-    """Where one token of each of n slots stands; to a layer, what Rows is.
-
-    slot, position, done (recursions so far), entry (where the next one goes): (n,) each. new: so many, the
-    first, have done none. lengths: entries in use, in rows without tags and with. full: whether these are all
-    slots, in order. Compiled, shapes are fixed: then `new` is n, and what others write where only new tokens
-    should goes to the last slot, which is spare.
-    """
-    def __init__(self, log, table, slot, position, done, entry, new, lengths, full):
-        self.log, self.new, self.lengths, self.full = log, new, lengths, full
-        self.slot, self.position, self.done, self.entry = slot, position, done, entry
-        self.new_slot = torch.where(done == 0, slot, log.slots - 1)
-        self.turns, self.views = Counter(), {}   # how often a layer has run: once, but for the sequence maps
-        self.rope = table.index_select(0, position).unbind(1)                              # (n, 1, D) each
-
-    def writers(self, layer):
-        """As in Rows."""
-        return len(self.slot) if layer in self.log.tagged else self.new if self.turns[layer] == 0 else 0
-
-    def attend(self, layer, q, k, v):
-        """Attention of q (n, H, D) to the entries of their slots, once k and v of the writers are there."""
-        kind = layer in self.log.tagged, self.turns[layer]
-        if kind not in self.views:   # the same for all layers of the block
-            self.views[kind] = self.view(layer, *kind)
-        (mask, where), self.turns[layer] = self.views[kind], kind[1] + 1
-        if k is not None:
-            self.log.write(layer, where[:k.shape[0] * k.shape[1]], k, v)
-        # Keys and values are too many to be copied: queries go to the slots. Heads that share a key become
-        # queries of one head: with enable_gqa, only cuDNN's kernel would take a mask.
-        k, v = (buffer[:, :, :mask.shape[-1]] for buffer in self.log.kv[layer])            # (slots, G, S, D)
-        if not self.full:
-            q = q.new_zeros(self.log.slots, *q.shape[1:]).index_copy(0, self.slot, q)      # (slots, H, D)
-        y = F.scaled_dot_product_attention(q.unflatten(1, (k.shape[1], -1)), k, v, mask).flatten(1, 2)
-        return y if self.full else y.index_select(0, self.slot)                            # (n, H, D)
-
-    def view(self, layer, tagged, turn):
-        """The mask (slots, 1, 1, S) to be added, and where each token writes, see Log.where."""
-        if tagged:
-            slot, entry, tag = self.slot, self.entry + turn, self.done + turn
-            self.log.tag[slot, entry] = tag
-            seen = self.log.tag[slot, :self.lengths[1]] == tag.unsqueeze(1)                # (n, S)
-        else:
-            slot, entry = self.new_slot, self.position
-            seen = torch.arange(self.lengths[0], device=slot.device) <= entry.unsqueeze(1)
-        mask = torch.where(seen, 0.0, -math.inf).to(self.log.kv[0][0].dtype)
-        if not self.full:   # other slots get NaN, which nobody reads
-            mask = mask.new_full((self.log.slots, seen.shape[1]), -math.inf).index_copy(0, self.slot, mask)
-        return mask[:, None, None], self.log.where(layer, slot, entry)
-
+# ---- 7. Many texts at the same time: continuous depth-wise batching (paper, section 3.3) -------------------
+#
+# A slot holds a text that is being written, and of it one token on its way. `enter` brings new tokens through
+# the first layer. One call of `block`, the shared block, serves the tokens of all slots, each at its own
+# depth. Those whose router lets them leave wait for `head`, the last layer and the logits, which chooses the
+# next token of their text. A text that ends hands its slot to the next in the queue.
+#
+#     slot 0   "def main("   token "("   at recursion 2   \
+#     slot 1   "import "     token " "   at recursion 1    }   one call of the shared block
+#     slot 2   "class Foo"   token "o"   at recursion 3   /
+#     slot 3   "x = 1"       token "1"   left after recursion 1: waits for the head
 
 @dataclass(eq=False)
 class Request:
     """A text to go on with, and what came of it."""
     prompt: list  # token ids
     max_new_tokens: int
-    stream: torch.Generator  # gives one number for each new token
+    stream: random.Random  # gives one number for each new token
     tokens: list = field(default_factory=list)  # new ids; the stop token, if it came, is the last
     depths: list = field(default_factory=list)  # recursions that went into choosing each
     logits: list = field(default_factory=list)  # of the router at each depth, NaN where it was not asked
-    reason: str = ""  # why the text ended: max_new_tokens, stop, or length, when the log is full
+    reason: str = ""  # why the text ended: max_new_tokens, stop, or length, when a row is full
     slot: int = -1
-    position: int = 0  # of the token on its way
-    done: int = 0  # recursions it has taken
-    entry: int = 0  # where its next one goes: the recursions of all tokens so far
-    kv_entries: int = 0  # in the log, over all layers
+    newest: int = 0  # token, of which the prompt's last is the first
+    position: int = 0  # of the newest token
+    done: int = 0  # recursions that it has taken
+    full: bool = False  # whether one of its rows is
 
+class Cache:
+    """Keys and values of the texts in flight, in some layers. Each slot has a row for each recursion, or just
+    one in the first and the last layer, and in all if the cache is shared. A token adds an entry to the row
+    of every recursion it takes. What the text A B C leaves, with depths 3, 1 and 2:
 
+        recursion 1   A B C        A query reads one row of its slot, that of its recursion, up to its own
+        recursion 2   A C          entry. These are exactly the keys that it is to see, and none has to be
+        recursion 3   A            masked for the depth that wrote it.
+
+    kv[layer]: keys and values, (2 * G, entries, D), allocated once; rows of a recursion lie side by side.
+    room[r]: entries that row r can hold. used[slot][r]: entries that it holds."""
+    def __init__(self, slots, config, like, layers, room):
+        self.room = room
+        self.used = [[0] * len(room) for _ in range(slots)]
+        self.base = [slots * sum(room[:r]) for r in range(len(room))]   # where rows of recursion r begin
+        shape = 2 * config.n_kv_head, slots * sum(room), config.head_dim
+        self.kv = {layer: like.new_zeros(shape) for layer in layers}
+
+    def admit(self, slot, depths, past):
+        """Empty a slot, then copy what a prompt, whose tokens had these depths, has left in `past`."""
+        for r, room in enumerate(self.room):
+            n = sum(depth > r for depth in depths)
+            self.used[slot][r] = n
+            for layer, kv in self.kv.items():
+                row = kv.narrow(1, self.base[r] + slot * room, room).zero_()   # an old NaN passes any mask
+                if n > 0:
+                    row[:, :n] = past[layer, r][0]
+
+class Pass:
+    """To a layer what Rows is, for the newest tokens of n texts: each adds an entry to a row and reads it."""
+    def __init__(self, cache, requests, table, compiled):
+        self.cache = cache
+        self.n_new = 0
+        plan, rows = [], []
+        for request in requests:
+            r = min(request.done, len(cache.room) - 1)
+            used = cache.used[request.slot]
+            start = cache.base[r] + request.slot * cache.room[r]
+            own = (len(cache.used) - 1) * cache.room[0]   # if compiled, of the spare slot
+            if used[r] <= request.position:   # else it has one, as in the shared cache from recursion 2 on
+                own = start + used[r]
+                used[r] += 1
+                self.n_new += 1
+                request.full |= used[r] == cache.room[r]
+            rows.append((r, start, used[r]))
+            plan.append((request.slot, request.position, request.done, request.newest, own))
+        plan = torch.tensor(plan, device=table.device).T                                   # (5, n)
+        self.slot, self.position, self.done, self.token, self.own = plan.unbind()
+        self.rope = table.index_select(0, self.position).unbind(1)                         # (n, 1, D) each
+        if compiled:   # shapes are fixed then: who has an entry writes another one, to the spare slot
+            self.n_new = len(rows)
+            self.read, self.rows = read_rows, torch.tensor(rows)
+        elif cache.kv:
+            self.read, self.rows = read, plan_reads(rows, next(iter(cache.kv.values())))
+
+    def writers(self, layer):   # as in Rows
+        return self.n_new
+
+    def attend(self, layer, q, kv):
+        """Attention of q (n, H, D) to their rows, to which kv of the writers, (n', 2 * G, D), is added."""
+        rows = self.cache.kv[layer[0]]
+        if kv is not None:
+            rows.index_copy_(1, self.own[:len(kv)], kv.transpose(0, 1))
+        q = q.view(len(q), len(rows) // 2, -1, rows.shape[2])   # heads that share a key: (n, G, H/G, D)
+        return self.read(q, rows, self.rows).flatten(1, 2)                                 # (n, H, D)
+
+CALL = 2**14   # a call of attention takes a CPU as long as copying so many numbers
+
+def plan_reads(rows, kv):
+    """How n queries are to read their rows of kv (2 * G, entries, D), each (recursion, start, length): a list
+    of calls, each (queries, place of keys and values, mask). Rows of a recursion at equal distances, as any
+    two are, share a call: they are a view of kv. If that takes many calls for short rows, they are copied."""
+    G, E, D = len(kv) // 2, *kv.shape[1:]
+    r, start, length = zip(*rows)
+    ends = torch.tensor(length, device=kv.device)[:, None]                                 # (n, 1)
+    entry = torch.arange(max(length), device=kv.device)                                    # (longest,)
+    mask = kv.new_zeros(len(ends), len(entry)).masked_fill_(entry >= ends, -math.inf)[:, None, None]
+    runs = [[0, 1]]   # first query, end
+    for i in range(1, len(rows)):
+        step = start[i] - start[i - 1]
+        even = i - runs[-1][0] == 1 or step == start[i - 1] - start[i - 2]
+        if r[i] == r[i - 1] and step > 0 and even:
+            runs[-1][1] += 1
+        else:
+            runs.append([i, i + 1])
+    if mask.numel() * G * D < (len(runs) - 3) * CALL:
+        heads = torch.arange(0, 2 * G * E, E, device=kv.device).view(2, 1, G, 1)
+        first = torch.tensor(start, device=kv.device)[:, None]
+        index = first + torch.minimum(entry, ends - 1)                                     # (n, longest)
+        return [(slice(None), heads + index[:, None], mask)]   # (2, n, G, longest)
+    calls = []
+    for i, j in runs:
+        longest = max(length[i:j])
+        step = (start[j - 1] - start[i]) // max(1, j - 1 - i)
+        view = (2, j - i, G, longest, D), (G * E * D, step * D, E * D, D, 1), start[i] * D
+        calls.append((slice(i, j), view, mask[i:j, ..., :longest] if min(length[i:j]) < longest else None))
+    return calls
+
+def read(q, kv, calls):   # attention of each query of q (n, G, H/G, D) to its row of kv (2 * G, entries, D)
+    y = []
+    for queries, place, mask in calls:
+        if torch.is_tensor(place):
+            k, v = kv.view(-1, kv.shape[2])[place]   # (n, G, longest, D) each
+        else:
+            k, v = kv.as_strided(*place)
+        y.append(F.scaled_dot_product_attention(q[queries], k, v, mask))
+    return y[0] if len(y) == 1 else torch.cat(y)
+
+@torch.library.custom_op("mor::read_rows", mutates_args=())
+def read_rows(q: Tensor, kv: Tensor, rows: Tensor) -> Tensor:
+    """The same in compiled code, whose graph then does not depend on lengths. rows (n, 3): on the CPU."""
+    return read(q, kv, plan_reads(rows.tolist(), kv))
+
+read_rows.register_fake(lambda q, *rest: torch.empty_like(q))
+
+@dataclass(eq=False)
 class Engine:
-    """Continuous depth-wise batching (paper, section 3.3): a queue of requests, served by a number of slots.
+    """Continuous depth-wise batching: a queue of requests, served by a number of slots. Up to rounding, a
+    text depends neither on its neighbours nor on slots and patience, nor, until full, on max_len and entries.
+    counts: tokens (new ones), block_calls, block_rows (tokens in these), head_calls."""
+    model: MoR
+    slots: int = 8  # texts in flight
+    max_len: int = None  # tokens that a slot holds; None: block_size
+    entries: list = None  # that the row of each recursion holds (cache=recursion); None: max_len each
+    temperature: float = 1.0  # see pick
+    top_k: int = None  # see pick
+    max_depth: int = None  # see MoR.forward
+    threshold: float = 0.5  # see MoR.forward
+    stop: int = None  # the id that ends a text
+    vocab_size: int = None  # ids from here on are never drawn
+    patience: float = 0.5  # the head is called once more than this share of the texts in flight wait for it
+    compile: bool = False  # compiled calls, of fixed shapes
 
-    max_len: tokens that a slot holds, by default block_size. entries: recursions that it holds (only
-    cache=recursion), by default enough for all. stop: the id that ends a text. vocab_size: ids from here on
-    are never drawn. patience: the head is called when this share of the texts in flight waits for it, for
-    fuller calls of the head, though of emptier passes. compile: compiled calls of fixed shapes. temperature,
-    top_k: see pick. max_depth, threshold: see forward.
-
-    Up to rounding, a text depends neither on its neighbours nor on slots and patience, nor on max_len and
-    entries until it fills them. counts: block_calls, exit_calls, block_rows (tokens in block calls), tokens
-    (new ones), recursions (that these took), kv_entries (the most at a time), seconds.
-    """
-    def __init__(self, model, slots=8, max_len=None, entries=None, temperature=1.0, top_k=None,
-                 max_depth=None, threshold=0.5, stop=None, vocab_size=None, patience=0.5, compile=False):
-        c, w, n = model.config, model.wte.weight, slots + compile   # compiled: the last one is spare
-        self.model, self.temperature, self.top_k, self.threshold = model, temperature, top_k, threshold
-        self.stop, self.vocab_size, self.patience, self.compile = stop, vocab_size, patience, compile
-        self.max_depth = c.n_rec if max_depth is None else max_depth
-        self.max_len = c.block_size if max_len is None else max_len
-        self.entries = self.max_len * self.max_depth if entries is None else entries
-        model.check(self.max_len, self.max_depth, threshold)
-        if slots < 1 or self.entries < 1 or vocab_size is not None and vocab_size < 1:
-            raise ValueError(f"slots={slots}, entries={self.entries}, vocab_size={vocab_size}: at least 1")
-        if not 0 <= patience <= 1:
-            raise ValueError(f"patience={patience} must lie between 0 and 1")
-        if not 0 <= temperature < math.inf or (top_k or 0) < 0:
-            raise ValueError(f"temperature={temperature} and top_k={top_k} must not be negative")
-        # Under the cycle maps the layers are the same at every depth. Else a pass is all recursions in a row.
-        self.span = 1 if "cycle" in c.sharing else c.n_rec
-        wide = dict(device=w.device, dtype=torch.promote_types(w.dtype, torch.float32))
-        self.log = Log(c, n, self.max_len, self.entries, dict(device=w.device, dtype=w.dtype))
-        self.table = rope_table(self.max_len, c.head_dim, **wide)
-        self.token = torch.zeros(n, dtype=torch.long, device=w.device)
-        self.h, self.h0 = torch.zeros(2, n, c.n_embd, device=w.device, dtype=w.dtype)  # now; after `first`
-        self.z = torch.full((n, c.n_rec), math.nan, **wide)                            # router logits
-        self.block, self.head = (torch.compile(f, dynamic=False) if compile else f
-                                 for f in (self._block, self._head))
-        self.queue, self.free, self.counts = deque(), list(range(slots))[::-1], Counter()
-        self.busy, self.waiting, self.chosen = [], [], None
+    def __post_init__(self):
+        c, w = self.model.config, self.model.wte.weight
+        check_fields(self, top_k=0, stop=0)
+        self.max_depth = self.max_depth or c.n_rec
+        self.max_len = self.max_len or c.block_size
+        self.model.check((1, self.max_len), self.max_depth, self.threshold)
+        self.bar = logit(self.threshold)
+        room = [self.max_len] * (self.max_depth if c.cache == "recursion" else 1)
+        self.entries = self.entries or room
+        require(len(self.entries) == len(room) and all(1 <= n <= self.max_len for n in self.entries),
+                f"entries={self.entries} must be {len(room)}, each 1 to max_len={self.max_len}")
+        require(self.patience <= 1, f"patience={self.patience} must lie between 0 and 1")
+        require(c.n_rec == 1 or c.cyclic,
+                f"sharing={c.sharing} has no depths to batch: use `write`, one text at a time")
+        n = self.slots + self.compile   # compiled calls need a spare one
+        self.h = w.new_zeros(n, c.n_embd)   # residual stream of each slot's newest token
+        self.entered = w.new_zeros(n, c.n_embd)   # the same after the first layer
+        self.z = F.pad(self.model.no_logits(n), (0, 1))   # what the router has said of it
+        position = torch.arange(self.max_len, device=w.device)
+        self.table = torch.stack(rope(position, c.head_dim, self.model.wide), dim=1)   # (max_len, 2, 1, D)
+        cache = partial(Cache, n, c, w)
+        self.caches = dict(enter=cache(["first"][:c.n_unshared], [self.max_len]),
+                           block=cache(range(c.n_shared), self.entries),
+                           head=cache(["last"][:c.n_unshared], [self.max_len]))
+        self.spare = Request([0], 0, None, slot=self.slots, done=self.max_depth - 1)
+        for cache in self.caches.values() if self.compile else []:
+            cache.used[-1] = [1] * len(cache.room)
+        wrap = partial(torch.compile, dynamic=False) if self.compile else lambda f: f
+        self.calls = {name: wrap(getattr(self, name)) for name in self.caches}
+        self.queue, self.counts, self.free = deque(), Counter(), [*range(self.slots)][::-1]
+        self.new, self.busy, self.waiting = [], [], []   # requests before enter, block and head
 
     def submit(self, prompt, max_new_tokens, seed=None):
         """Queue a prompt, a list of ids, and return its Request. ValueError if it cannot fit."""
-        if not prompt or not self.room(len(prompt) - 1, (len(prompt) - 1) * self.max_depth):
-            raise ValueError(f"a prompt of {len(prompt)} tokens does not fit: it must have 1 to max_len="
-                             f"{self.max_len}, and {self.max_depth} for each in entries={self.entries}")
-        V = self.model.config.vocab_size
-        if max_new_tokens < 0 or min(prompt) < 0 or max(prompt) >= V:
-            raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative, and the tokens of a "
-                             f"prompt must be 0 to {V - 1}")
-        stream = torch.Generator().manual_seed(torch.randint(2**62, ()).item() if seed is None else seed)
-        request = Request(list(prompt), max_new_tokens, stream)
+        check_text(self.model, prompt, max_new_tokens)
+        require(len(prompt) <= min(self.max_len, *self.entries), f"a prompt of {len(prompt)} tokens does not "
+                f"fit into max_len={self.max_len} and entries={self.entries}")
+        seed = torch.randint(2**62, ()).item() if seed is None else seed
+        request = Request(list(prompt), max_new_tokens, random.Random(seed), newest=prompt[-1],
+                          position=len(prompt) - 1)
         if max_new_tokens == 0:
             request.reason = "max_new_tokens"
         else:
             self.queue.append(request)
         return request
 
-    def room(self, position, entry):
-        """Whether a slot holds one more token, as deep as it may go."""
-        return position < self.max_len and (not self.log.tagged or entry + self.max_depth <= self.entries)
-
     def run(self):
         """Serve until all is done. Yields a request whenever it gets a token."""
-        while self.queue or self.busy or self.chosen:
+        while self.queue or self.new or self.busy:
             yield from self.step()
 
     @torch.inference_mode()
-    @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     def step(self):
-        """One pass of the block, and what goes with it. Returns the requests that get a token. (Not with the
-        kernel of cuDNN, which is not to be trusted with masks: pytorch issues 191612, 193893, 196678.)"""
-        clock, running = time.perf_counter(), self.admit()
-        leaves = self.block(*self.plan(running)).tolist() if running else []   # here we wait for the device
-        got, self.busy, c = self.deliver(), [], self.model.config
-        for request, leaving in zip(running, leaves):
-            if not request.reason:   # else its newest token, as is known only now, was the stop token
-                request.done, request.entry = request.done + self.span, request.entry + self.span
-                fed = request.position + 1
-                request.kv_entries = (c.n_shared * (request.entry if self.log.tagged else fed)
-                                      + c.n_unshared * fed)
-                (self.waiting if leaving else self.busy).append(request)
-        held = sum(request.kv_entries for request in self.waiting + self.busy)
-        self.counts["kv_entries"] = max(self.counts["kv_entries"], held)
-        if self.waiting and len(self.waiting) >= self.patience * (len(self.waiting) + len(self.busy)):
-            self.exit()
-        self.counts.update(block_calls=bool(running), block_rows=len(running))   # adds
-        self.counts["seconds"] += time.perf_counter() - clock
-        return got
-
-    def admit(self):
-        """Hand free slots to those who have waited longest. Returns all who are ready for the block."""
-        new = [self.queue.popleft() for _ in range(min(len(self.queue), len(self.free)))]
-        if new:
-            for request in new:
-                request.slot, request.position = self.free.pop(), len(request.prompt) - 1
-            slots = self.tensor([request.slot for request in new])
-            self.log.wipe(slots)
-            self.prefill(new)
-            self.token[slots] = self.tensor([request.prompt[-1] for request in new])
-            self.busy += new
-        return sorted(self.busy, key=lambda request: (request.done, request.slot))
-
-    def prefill(self, requests):
-        """Prompts, in parallel, but for their last tokens, which go the way of every later one."""
-        T = max(request.position for request in requests)
-        if T > 0:
-            idx = self.tensor([r.prompt[:-1] + [0] * (T - r.position) for r in requests])           # (B, T)
-            flat = self.tensor([i * T + t for i, r in enumerate(requests) for t in range(r.position)])
-            written = []
-            _, routing = self.model.states(idx, flat, True, self.max_depth, self.threshold, written=written)
-            depth = routing.depth.view_as(idx)
-            self.log.fill(self.tensor([r.slot for r in requests]), depth, written)
-            for request, row in zip(requests, depth.tolist()):
-                request.entry = sum(row[:request.position])
-
-    def exit(self):
-        """Those who wait choose their next tokens, and go on with them unless the text ends there."""
-        ends, self.waiting, requests = [], [], self.waiting
-        for request in requests:
-            fed = request.position + 1
-            reason = ("max_new_tokens" if fed - len(request.prompt) + 1 == request.max_new_tokens else
-                      "" if self.room(fed, request.entry) else "length")
-            ends.append((request, request.done, reason))
-            request.done = 0
-        plan = self.plan(requests)
-        u = torch.cat([torch.rand(1, generator=request.stream) for request in requests])
-        u = F.pad(u, (0, len(plan[0]) - len(u))).to(self.h.device, non_blocking=True)
-        self.chosen = ends, *self.head(u, *plan)
-        for request, _, reason in ends:
-            request.position += 1
-            if reason:
-                self.free.append(request.slot)
-            else:
-                self.busy.append(request)
-        self.counts["exit_calls"] += 1
-
-    def deliver(self):
-        """Hand out what the last `exit` chose. The pass since then has been waited for, so it is there."""
-        if not self.chosen:
+        """One call of enter, block and head, as far as needed. Returns the requests that get a token."""
+        while self.queue and self.free:
+            self.admit(self.queue.popleft())
+        if self.new:
+            self.call("enter", self.new)
+        self.busy += self.new
+        self.new = []
+        if not self.busy:
             return []
-        (ends, tokens, z), self.chosen = self.chosen, None
-        for (request, depth, reason), token, logits in zip(ends, tokens.tolist(), z.tolist()):
-            request.tokens.append(token)
-            request.depths.append(depth)
-            request.logits.append(logits)
-            request.reason = "stop" if token == self.stop else reason
-            if token == self.stop and not reason:
-                self.free.append(request.slot)
-        self.counts.update(tokens=len(ends), recursions=sum(depth for _, depth, _ in ends))
-        return [request for request, _, _ in ends]
+        requests, leaves = self.call("block", self.busy)
+        self.busy = []
+        for request, leaving in zip(requests, leaves.tolist()):
+            request.done += 1
+            (self.waiting if leaving else self.busy).append(request)
+        self.counts.update(block_calls=1, block_rows=len(requests))
+        enough = self.patience * (len(self.waiting) + len(self.busy))
+        return self.leave() if len(self.waiting) > enough or not self.busy else []
 
-    def tensor(self, ints):
-        return torch.tensor(ints).to(self.h.device, non_blocking=True)   # else it would wait for the device
+    def admit(self, request):
+        """Give it a slot. Its prompt is computed in parallel, but for the last token, which goes the way of
+        every later one."""
+        request.slot = self.free.pop()
+        past, depths = {}, []
+        if request.position > 0:
+            idx = torch.tensor([request.prompt[:-1]], device=self.h.device)
+            _, _, routing = self.model(idx, None, True, self.max_depth, self.threshold, past=past)
+            depths = routing.depth[0].tolist()
+        for cache in self.caches.values():
+            cache.admit(request.slot, depths, past)
+        self.new.append(request)
 
-    def plan(self, requests):
-        """What Pass wants to know of these requests. Compiled, padded to all slots with the spare one."""
-        rows = [(r.slot, r.position, r.done, r.entry) for r in requests]
-        new = sum(r.done == 0 for r in requests)
-        lengths = max(r.position for r in requests) + 1, max(r.entry for r in requests) + self.span
-        if self.compile:
-            rows += [(self.log.slots - 1, 0, 0, 0)] * (self.log.slots - 1 - len(rows))
-            new, lengths = len(rows), (self.max_len, self.entries)
-        full = [row[0] for row in rows] == list(range(self.log.slots))
-        return *self.tensor(rows).T.unbind(), new, lengths, full
+    def call(self, name, requests):
+        """One of the three calls. Returns requests in the order of its results, and these."""
+        order = ["done", "slot"] if name == "block" else ["slot"]
+        requests = sorted(requests, key=attrgetter(*order))
+        spare = [self.spare] * (self.slots + 1 - len(requests)) if self.compile else []
+        here = Pass(self.caches[name], requests + spare, self.table, self.compile)
+        return requests, self.calls[name](here)
 
-    def _block(self, *plan):
-        """One pass of the shared block. Returns which of the tokens (n,) have left after it."""
-        model, here, new = self.model, Pass(self.log, self.table, *plan), plan[4]
-        slot = here.slot
-        if new:   # new tokens come from the embedding and the first layer
-            first = here if new == len(slot) else Pass(self.log, self.table, *(x[:new] for x in plan[:4]),
-                                                       new, plan[5], False)
-            x = model.wte(self.token[first.slot])
-            for block in model.first:
-                x = block(x, first, "first")
-            self.h[first.new_slot] = x
-            if model.router:
-                self.h0[first.new_slot] = x
-                self.z[first.new_slot] = model.router.start(x, first.position)
-        h = x = self.h[slot]
-        for r in range(self.span):
-            x = model.recursion(x, here, r)
-        leaves = here.done + self.span >= self.max_depth
-        if model.router:
-            x, self.z[slot], leaves = model.router.step(h, x, self.h0[slot], self.z[slot], here.done,
-                                                        here.position, self.max_depth, self.threshold)
-        self.h[slot] = x
+    def enter(self, here):   # new tokens through the first layer
+        x = self.model.enter(here.token, here)                                             # (n, C)
+        self.h[here.slot] = x
+        if self.model.router:
+            self.entered[here.slot] = x
+            self.z[here.slot, :-1] = self.model.router.enter(x, here)
+
+    def block(self, here):   # each token one recursion further; returns which of them leave, (n,)
+        h = self.h[here.slot]
+        x = self.model.recursion(h, here, 0)
+        leaves = here.done + 1 >= self.max_depth
+        if self.model.router:
+            x, leaves = self.model.router.advance(h, x, here, self)
+        self.h[here.slot] = x
         return leaves
 
-    def _head(self, u, *plan):
-        """Last layer and head: the next tokens (n,), drawn by u (n,), and what the router said on the way."""
-        here = Pass(self.log, self.table, *plan)
-        x, z = self.h[here.slot], self.z[here.slot]
-        for block in self.model.last:
-            x = block(x, here, "last")
-        logits = self.model.lm_head(self.model.norm(x))[:, :self.vocab_size]               # (n, V)
-        self.token[here.slot] = tokens = pick(logits, u, self.temperature, self.top_k)
-        return tokens, z
+    def head(self, here):   # logits (n, V) of the next tokens, and what the router has said, (n, n_rec + 1)
+        return self.model.head(self.h[here.slot], here), self.z[here.slot]
 
+    def leave(self):
+        """Those who wait choose their next tokens, and go on with them unless the text ends there."""
+        requests, (logits, z) = self.call("head", self.waiting)
+        u = torch.tensor([request.stream.random() for request in requests], device=logits.device)
+        tokens = pick(logits[:len(u), :self.vocab_size], u, self.temperature, self.top_k)
+        self.waiting = []
+        for request, token, said in zip(requests, tokens.tolist(), z.tolist()):
+            request.tokens.append(token)
+            request.depths.append(request.done)
+            request.logits.append(said[:-1])
+            request.newest = token
+            request.position += 1
+            request.done = 0
+            request.reason = ("stop" if token == self.stop else
+                              "max_new_tokens" if len(request.tokens) == request.max_new_tokens else
+                              "length" if request.full else "")
+            if request.reason:
+                self.free.append(request.slot)
+            else:
+                self.new.append(request)
+        self.counts.update(head_calls=1, tokens=len(requests))
+        return requests
 
-def generate(model, prompts, max_new_tokens, temperature=1.0, top_k=None, seed=None, max_depth=None,
-             threshold=0.5, slots=None, **options):
+def generate(model, prompts, max_new_tokens, temperature=1.0, top_k=None, seed=None, slots=None, **options):
     """Go on with each prompt, a list of token ids. Returns their Requests, with `tokens` and `depths`.
 
     seed: of the first; each further one adds 1. slots: how many run at a time, by default up to 32. A text
-    ends where it fills block_size. The rest, and options: see Engine. Raises ValueError.
-    """
-    slots = max(1, min(32, len(prompts))) if slots is None else slots
-    longest = max(map(len, prompts), default=0) + max(max_new_tokens, 1)
-    engine = Engine(model, slots, min(longest, model.config.block_size), temperature=temperature, top_k=top_k,
-                    max_depth=max_depth, threshold=threshold, **options)
+    ends where it fills block_size. The rest, and options: see Engine. Raises ValueError."""
+    slots = min(32, max(1, len(prompts))) if slots is None else slots
+    longest = max(map(len, prompts), default=0) + max(1, max_new_tokens)
+    engine = Engine(model, slots, min(longest, model.config.block_size), None, temperature, top_k, **options)
     requests = [engine.submit(prompt, max_new_tokens, None if seed is None else seed + i)
                 for i, prompt in enumerate(prompts)]
-    for _ in engine.run():
-        pass
+    list(engine.run())
     return requests
 
-
-# ------------------------------------------------------------------------------------------------------------
-# 7. What it costs
+# ---- 8. What it costs --------------------------------------------------------------------------------------
 
 def n_params(config, embedding=True):
     """Number of unique parameters, counted on a model that is built without memory."""
@@ -932,35 +927,33 @@ def n_params(config, embedding=True):
         model = MoR(config)
     return sum(p.numel() for p in model.parameters()) - (0 if embedding else model.wte.weight.numel())
 
-
 def shares(config):
     """Share of the tokens that take each recursion: (n_rec - r) / n_rec, or all where nothing routes."""
     return [(config.n_rec - r) / config.n_rec if config.routed else 1.0 for r in range(config.n_rec)]
-
 
 def flops_per_token(config, T, paper=False, share=None):
     """Forward FLOPs of one token in a row of T in training, which costs thrice as much. share: of the tokens,
     how many take each recursion; None: by capacity, see `shares`.
 
-    As torch.utils.flop_counter counts, attention by its full square, of which causal kernels skip half; on
-    CUDA, deeper recursions of the shared cache compute the whole square too. paper: as the paper counts (its
-    numbers of steps follow): half the square, keys and values as wide as queries, no router and no head.
-    """
-    c, C, shared = config, config.n_embd, config.cache == "shared"
+    As torch.utils.flop_counter counts, attention by its full square, of which causal kernels skip half.
+    paper: as the paper counts (its numbers of steps follow): half the square, keys and values as wide as
+    queries, no router and no head."""
+    c, C = config, config.n_embd
     kv = 4 * C * (C if paper else c.n_kv_head * c.head_dim)
-    linear, attention = 4 * C * C + kv + 6 * C * c.n_ff, (2 if paper else 4) * T * C
-    total = c.n_unshared * (linear + attention)
+    layer = 4 * C * C + kv + 6 * C * c.n_ff   # all matrices
+    square = (2 if paper else 4) * T * C   # attention to T tokens
+    total = c.n_unshared * (layer + square)
     for r, s in enumerate(share or shares(c)):
-        saved = kv if shared and r > 0 else 0
-        total += c.n_shared * s * (linear - saved + attention * (1.0 if shared else s))
+        if c.cache == "recursion":
+            total += c.n_shared * s * (layer + s * square)
+        else:   # the paper counts the queries that there are; we compute all, see Rows.attend
+            total += c.n_shared * (s * (layer - kv * (r > 0)) + (s if paper else 1) * square)
     if paper:
         return total
-    if c.routed and c.router_arch != "random":
-        asked, n_out = (1.0, c.n_rec) if c.router == "token" else (sum([1.0] + shares(c)[:-1]), 1)
-        asked *= 2 if c.router == "expert" and c.sampling == "aux_router" else 1
-        total += asked * (4 * C * (C + n_out) if c.router_arch == "mlp" else 2 * C * n_out)
+    if c.routed:   # two for each weight of a router, and each token that it is asked about
+        asked = sum([1.0] + shares(c)[:-1]) / c.n_rec if c.router == "expert" else 1.0
+        total += 2 * asked * (n_params(c) - n_params(replace(c, router="none", router_arch="linear")))
     return total + 2 * C * c.vocab_size
-
 
 def kv_bytes_per_token(config, mean_depth=None, itemsize=2):
     """Bytes of keys and values that a token keeps in the cache; mean_depth defaults to the capacities'."""

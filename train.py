@@ -23,6 +23,7 @@ import time
 import zipfile
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -31,10 +32,7 @@ from torch import distributed as dist
 
 from data import fineweb_edu, python_source
 from data.shards import Reader, val_batches
-from mor import MoR, MoRConfig, PRESETS, flops_per_token, n_params
-
-# ------------------------------------------------------------------------------------------------------------
-# Options
+from mor import LossFreeRouter, MoR, MoRConfig, PRESETS, check_fields, flops_per_token, n_params, require
 
 @dataclass
 class TrainConfig:
@@ -63,106 +61,322 @@ class TrainConfig:
     compile: bool = False  # torch.compile the training step, except with router=token; true on an NVIDIA GPU
 
     def __post_init__(self):
-        for f in fields(self):
-            if f.type is int and f.name != "seed" and getattr(self, f.name) < min(1, f.default):
-                raise ValueError(f"{f.name}={getattr(self, f.name)} must be at least {min(1, f.default)}")
-        if not (self.data and self.data_dir and self.out_dir):
-            raise ValueError(f"data={self.data}, data_dir={self.data_dir}, out_dir={self.out_dir}: name all")
-        if not 0 < self.learning_rate < math.inf:
-            raise ValueError(f"learning_rate={self.learning_rate} must be a positive number")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed={self.seed} must be 0 to {2**32 - 1}")
-        if not re.fullmatch(r"(\d+(,\d+)*)?", self.keep_steps):
-            raise ValueError(f"keep_steps={self.keep_steps} must be steps, as in 400,800")
-        if self.keep_shards == 1:
-            raise ValueError("keep_shards=1 must be 2 or more, one in use and one ahead, or 0 to keep all")
-        if not 0 <= self.flops < math.inf:
-            raise ValueError(f"flops={self.flops} must be a number that is not negative")
+        check_fields(self, seed=0, warmup_steps=0, keep_shards=2)
+        require(self.data and self.data_dir and self.out_dir,
+                f"data={self.data}, data_dir={self.data_dir}, out_dir={self.out_dir}: name all")
+        require(self.learning_rate > 0, f"learning_rate={self.learning_rate} must be a positive number")
+        require(self.seed < 2**32, f"seed={self.seed} must be 0 to {2**32 - 1}")
+        require(re.fullmatch(r"(\d+(,\d+)*)?", self.keep_steps),
+                f"keep_steps={self.keep_steps} must be steps, as in 400,800")
 
     def grad_accum(self, block_size, world):
         """Micro-batches of a step on each of `world` devices."""
         tokens = self.batch_size * block_size * world
-        if self.batch_tokens % tokens:
-            raise ValueError(f"batch_tokens={self.batch_tokens} must be a multiple of {tokens}: batch_size="
-                             f"{self.batch_size} rows of {block_size} tokens on {world} device(s)")
+        require(self.batch_tokens % tokens == 0,
+                f"batch_tokens={self.batch_tokens} must be a multiple of {tokens}: batch_size={self.batch_size} "
+                f"rows of {block_size} tokens on {world} device(s)")
         return max(1, self.batch_tokens // tokens)
 
 
-# What a resumed run may change; all else decides what is computed, and has to be as the checkpoint says.
-CHANGEABLE = {"data_dir", "keep_shards", "out_dir", "resume", "max_steps", "flops", "keep_steps",
-              "eval_interval", "eval_rows", "log_interval", "device", "compile"}
+# ------------------------------------------------------------------------------------------------------------
+# Training
+
+def lr_at(step, config):
+    """Learning rate of a step (from 0): wsd is the paper's trapezoid, cosine ends at a tenth of the peak."""
+    warmup = config.warmup_steps
+    up = (step + 1) / max(1, warmup)
+    if config.schedule == "wsd":
+        return config.learning_rate * min(1.0, up, (config.max_steps - step) / (0.2 * config.max_steps))
+    progress = max(0, step - warmup) / max(1, config.max_steps - warmup)
+    return config.learning_rate * min(up, 0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+def capacity_at(step, config, warmup):
+    """Tokens of a row that each recursion keeps at a step (from 0) of a capacity warm-up, which the paper's
+    appendix tried: it starts with all T and comes down on a cosine, in steps of T/16, so that compiled code
+    meets few sizes."""
+    # DIFFERS: counted in steps; the released code counts forward calls, which accumulation multiplies.
+    T, extra = config.block_size, 0.5 * (1 + math.cos(math.pi * min(1.0, (step + 1) / max(1, warmup))))
+    unit = max(1, T // 16)
+    return tuple(min(T, k + math.ceil((T - k) * extra / unit) * unit) for k in config.capacity(T))
+
+
+def make_optimizer(model, config):
+    """AdamW with weight decay on matrices only; `scale` is a group's share of the learning rate.
+
+    As in the released code, an auxiliary router learns ten times as fast: no other weight depends on it.
+    """
+    groups = {}
+    for name, p in model.named_parameters():
+        key = ("weight_decay", 0.1 if p.dim() > 1 else 0.0), ("scale", 10.0 if "aux_score" in name else 1.0)
+        groups.setdefault(key, []).append(p)
+    groups = [dict(key, params=params) for key, params in groups.items()]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+class Run:
+    """One training run: model, optimizer, data and step, all that a checkpoint holds."""
+    def __init__(self, config, tc, source, checkpoint=None):
+        self.config, self.tc, self.source, self.step = config, tc, source, 0
+        self.reading = False   # is a step waiting for its data?
+        self.device, (self.rank, self.world) = pick_device(tc.device), init_distributed()
+        self.grad_accum = tc.grad_accum(config.block_size, self.world)
+        torch.set_float32_matmul_precision("high")   # TF32 where there is a GPU and no bfloat16
+        torch.manual_seed(tc.seed)
+        self.model = (checkpoint["model"] if checkpoint else MoR(config)).to(self.device).train()
+        self.optimizer = make_optimizer(self.model, tc)
+        if checkpoint:
+            self.step = checkpoint["step"]
+            self.optimizer.load_state_dict(checkpoint["optimizer"])
+            torch.set_rng_state(checkpoint["rng"])
+        if self.rank:   # each process draws its own noise (router_arch=random)
+            torch.manual_seed((tc.seed + self.rank + 1000 * self.step) % 2**32)
+        self.reader = Reader(source.train, tc.batch_size, config.block_size, tc.seed, self.device,
+                             checkpoint and checkpoint["reader"], self.rank, self.world)
+        self.forward = self.model
+        if tc.compile:   # for the shapes that there are; a capacity warm-up has many
+            self.forward = torch.compile(self.model, fullgraph=True,
+                                         dynamic=None if tc.capacity_warmup else False)
+        if self.world > 1:
+            torch._dynamo.config.optimize_ddp = False   # gradients of shared weights come last: one graph
+            self.forward = torch.nn.parallel.DistributedDataParallel(self.forward)
+
+    def save(self, name):
+        if not all(p.isfinite().all() for p in self.model.parameters()):
+            raise ValueError(f"weights at step {self.step} are not finite and not saved: start again with "
+                             f"--learning_rate below {self.tc.learning_rate}")
+        state = dict(config=asdict(self.config), train_config=asdict(self.tc), step=self.step,
+                     model=self.model.state_dict(), optimizer=self.optimizer.state_dict(),
+                     reader=self.reader.state, rng=torch.get_rng_state(),
+                     tokenizer=self.source.tokenizer, data=self.source.name)
+        if self.rank == 0:
+            save_checkpoint(Path(self.tc.out_dir) / name, state)
+        if self.world > 1:   # whoever leaves early has torchrun end the others
+            dist.barrier()
+
+    def batches(self):
+        """The micro-batches of a step. If one process cannot have them, or Ctrl-C ends the wait for them, all
+        save the steps so far and leave."""
+        position, lost = dict(self.reader.state), None
+        try:
+            self.reading = True
+            batches = [next(self.reader) for _ in range(self.grad_accum)]
+            self.reading = False
+        except (OSError, ValueError, KeyboardInterrupt) as error:
+            self.reading, lost = False, error
+        if any_process(lost is not None, self.world):
+            self.reader.state = position
+            if self.step:
+                self.save("ckpt.pt")
+                print(f"saved {Path(self.tc.out_dir) / 'ckpt.pt'} at step {self.step}", flush=True)
+            raise lost or ValueError("another process has no data for this step")
+        return batches
+
+    def train_step(self):
+        """One optimizer step. Its numbers are returned as tensors on the device: nothing waits for them."""
+        tc, config, numbers = self.tc, self.config, {}
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr_at(self.step, tc) * group["scale"]
+        k = capacity_at(self.step, config, tc.capacity_warmup)
+        for i, (x, y) in enumerate(self.batches(), 1):
+            # Processes exchange gradients once a step, with the last micro-batch.
+            with self.forward.no_sync() if self.world > 1 and i < self.grad_accum else nullcontext():
+                with torch.autocast(self.device.type, torch.bfloat16, enabled=tc.dtype == "bfloat16"):
+                    loss, routing = self.forward(x, y, causal=False, k=k)[1:]   # logits would fill memory
+                # DIFFERS: all losses are means over the step; the released code sums the auxiliary one up.
+                (loss / self.grad_accum).backward()
+            for name, value in {**routing.health, **routing.losses}.items():
+                numbers[name] = numbers.get(name, 0.0) + value.detach() / self.grad_accum
+        numbers = mean_over_ranks(numbers) if self.world > 1 else numbers
+        numbers["norm"] = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if isinstance(self.model.router, LossFreeRouter):
+            self.model.router.update_bias(numbers["load"])
+        self.step += 1
+        return numbers
+
+
+def train(run, log):
+    """Step until max_steps or Ctrl-C; log, evaluate (each process on all rows) and save on the way."""
+    tc, stop, halt, losses, clock = run.tc, [], False, [], time.perf_counter()
+    val = val_batches(run.source.val, tc.batch_size, run.config.block_size, tc.eval_rows, run.device)
+    keep = {int(s) for s in tc.keep_steps.split(",") if s}
+
+    def ask(signum, frame):
+        signal.signal(signum, signal.SIG_DFL)   # asked twice: leave at once; the last checkpoint is whole
+        stop.append(signum)
+        run.rank or os.write(2, b"finishing this step, then saving; once more to leave without\n")
+        if run.reading:
+            raise KeyboardInterrupt
+
+    def record(numbers, line):
+        print(line, flush=True)
+        log.write(json.dumps({"step": run.step, **numbers}) + "\n")
+        log.flush()
+
+    before = {signum: signal.signal(signum, ask) for signum in (signal.SIGINT, signal.SIGTERM)}
+    while not halt:
+        numbers = run.train_step()
+        losses.append(numbers["lm"])
+        last = run.step == tc.max_steps
+        halt = last or any_process(bool(stop), run.world)
+        evaluating = last or run.step % tc.eval_interval == 0
+        logging = halt or evaluating or run.step in keep or run.step % tc.log_interval == 0 or run.step == 1
+        if logging:
+            numbers = {name: value.tolist() for name, value in numbers.items()}   # waits for the device
+            lm, speed = torch.stack(losses).mean().item(), len(losses) / (time.perf_counter() - clock)
+            if not math.isfinite(lm + numbers["norm"]):
+                raise ValueError(f"loss {lm}, gradient {numbers['norm']} at step {run.step}: start again with"
+                                 f" --learning_rate below {tc.learning_rate}; no checkpoint was lost")
+            numbers.update(lm=lm, lr=lr_at(run.step - 1, tc), tokens_per_s=speed * tc.batch_tokens)
+            numbers.update(gpu_numbers(run, speed * tc.batch_tokens))
+            record(numbers, f"step {run.step}/{tc.max_steps} | loss {lm:.3f} | lr {numbers['lr']:.1e} | norm "
+                   f"{numbers['norm']:.2f} | {speed * tc.batch_tokens / 1e3:.1f}k tok/s{pulse(numbers)} | "
+                   f"eta {(tc.max_steps - run.step) / speed / 60:.1f}m")
+        if evaluating:
+            numbers = evaluate(run.model, val, tc.dtype)
+            topk = f" | topk {numbers['topk']:.4f}" if "topk" in numbers else ""
+            record({f"val_{name}": value for name, value in numbers.items()},
+                   f"eval {run.step}/{tc.max_steps} | causal {numbers['causal']:.4f}{topk}{pulse(numbers)}")
+        if run.step in keep:   # first: a run that goes on from ckpt.pt does not come by this step again
+            run.save(f"step_{run.step}.pt")
+        if halt or evaluating:
+            run.save("ckpt.pt")
+        if logging:
+            losses, clock = [], time.perf_counter()   # evaluating and saving are not part of the steps
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+@torch.no_grad()
+def evaluate(model, batches, dtype):
+    """Means over the rows: the loss as generation routes (causal), for expert-choice the loss as training
+    does (topk) and how often threshold and top-k agree, and the health of the causal routing."""
+    c, sums, n, alive = model.config, {}, sum(len(x) for x, _ in batches), False
+    modes = [("topk", False)] * (c.routed and c.router == "expert") + [("causal", True)]
+    model.eval()
+    for x, y in batches:
+        numbers = {}
+        for name, causal in modes:
+            with torch.autocast(x.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+                routing = model(x, y, causal=causal)[2]
+            numbers.update(routing.health, **{name: routing.losses["lm"]})
+        alive = alive | (routing.depth == c.n_rec).any(dim=0)   # positions, over all the batches
+        for name, value in numbers.items():
+            sums[name] = sums.get(name, 0.0) + value * (len(x) / n)
+    model.train()
+    sums["dead"] = 1 - alive.float().mean()
+    return {name: value.tolist() for name, value in sums.items()}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What a log line says of router and GPU
+
+def pulse(numbers):
+    """The GPU's and the router's part of a log line. A collapse to one depth, or a threshold unlike the
+    top-k, shows."""
+    percent = lambda values: f"[{' '.join(f'{100 * v:.0f}' for v in values)}]%"
+    words = [""]
+    words += [f"mfu {100 * numbers['mfu']:.0f}%"] if numbers.get("mfu") else []
+    words += [f"{numbers['peak_gb']:.1f}GB"] if "peak_gb" in numbers else []
+    if len(numbers["load"]) > 1:
+        words.append(f"depth {numbers['mean_depth']:.2f} {percent(numbers['load'])}")
+        for name in ("aux", "balance", "max_vio", "entropy"):
+            words += [f"{name} {numbers[name]:.2f}"] if name in numbers else []
+        words += [f"agree {percent(numbers['agreement'][1:])}"] if "agreement" in numbers else []
+        words.append(f"dead {100 * numbers['dead']:.0f}%")
+    return " | ".join(words)
+
 
 # Dense bfloat16 FLOP/s of GPUs by name, from their data sheets.
 PEAK = {"NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H200": 989.4e12,
         "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA GeForce RTX 4090": 165.2e12}
 
 
-def fail(message):
-    """A person's mistake ends in one line and exit code 2."""
-    print(f"{Path(sys.argv[0]).name}: {' '.join(str(message).split())}", file=sys.stderr)
-    sys.exit(2)
+def mfu(run, tokens_per_s):
+    """Share of the GPU's peak in use, by flops_per_token and twice that backward; None if not known."""
+    peak = PEAK.get(torch.cuda.get_device_name()) if run.tc.dtype == "bfloat16" else None
+    cost = 3 * flops_per_token(run.config, run.config.block_size)
+    return peak and cost * tokens_per_s / (peak * run.world)
 
 
-def guarded(main):
-    """Run main; bad input, a full disk or too little memory end in one line instead of a traceback."""
-    if sys.stdout is None:   # closed
-        sys.stdout = open(os.devnull, "w")
-    if hasattr(sys.stdout, "reconfigure"):   # a terminal without Unicode shows question marks
-        sys.stdout.reconfigure(errors="replace")
+def gpu_numbers(run, tokens_per_s):
+    """What a log line says of a GPU: its memory at most, and mfu."""
+    if run.device.type != "cuda":
+        return {}
+    return {"peak_gb": torch.cuda.max_memory_allocated() / 1e9, "mfu": mfu(run, tokens_per_s)}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Several processes
+
+def init_distributed():
+    """Which of how many processes this is: those that torchrun started, one for each GPU; else 0 of 1."""
+    if not dist.is_torchelastic_launched():
+        return 0, 1
+    if not dist.is_initialized():
+        dist.init_process_group()
+    return dist.get_rank(), dist.get_world_size()
+
+
+def mean_over_ranks(numbers):
+    """Tensors by name -> their means over all processes, in one exchange."""
+    flat = torch.cat([value.detach().flatten().float() for value in numbers.values()])
+    dist.all_reduce(flat)
+    parts = (flat / dist.get_world_size()).split([value.numel() for value in numbers.values()])
+    return {name: part.view_as(value) for (name, value), part in zip(numbers.items(), parts)}
+
+
+def any_process(flag, world):
+    """Whether the flag is true in any process, so that all do the same."""
+    flag = torch.tensor(float(flag))
+    if world > 1:
+        dist.all_reduce(flag)
+    return flag.item() > 0
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Checkpoints: tensors and plain types only, so that torch.load needs no trust
+
+def load_checkpoint(path):
+    """What `Run.save` wrote to a file, or to ckpt.pt in a folder, and its model; ValueError for all else."""
+    path = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
+    if not path.is_file():
+        raise ValueError(f"there is no checkpoint {path}: train one first with python train.py --n_rec=3")
     try:
-        code = main(sys.argv[1:])
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        sys.exit(code)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (ValueError, OSError) as error:
-        fail(error)
-    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
-        if re.search(r"C(\+\+)? compiler", str(error)):
-            fail(f"torch.compile did not work ({str(error).splitlines()[0]}): use --compile=false")
-        memory = re.search("out of memory|allocate memory|[Oo]verflow|too large", str(error))
-        if not isinstance(error, MemoryError) and not memory:
-            raise
-        fail("out of memory: choose a smaller --batch_size (--batch_tokens keeps the step), --block_size or "
-             "model")
+        assert zipfile.ZipFile(path).testzip() is None, "its content is damaged"
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        model = MoR(MoRConfig(**checkpoint["config"]))
+        model.load_state_dict(checkpoint["model"])
+        TrainConfig(**checkpoint["train_config"])
+        parts = {"step", "optimizer", "reader", "rng", "data", "tokenizer"}
+        assert parts <= set(checkpoint), "parts of it are missing"
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error)[:80]}"
+        raise ValueError(f"{path} is not a checkpoint of this project ({reason})") from None
+    return {**checkpoint, "model": model, "path": path}
 
 
-def whole(text):
-    if not float(text).is_integer():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(float(text))
+def save_checkpoint(path, state):
+    """Written beside, then renamed: whatever happens, `path` is whole, the old checkpoint or the new one."""
+    beside = path.with_suffix(".tmp")
+    with open(beside, "wb") as f:
+        try:
+            torch.save(state, f)
+        except RuntimeError as error:   # what torch makes of a full disk
+            raise OSError(f"{beside} could not be written, is the disk full? ({str(error)[:80]})") from None
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(beside, path)
 
 
-def boolean(text):
-    if text.lower() not in ("true", "false", "1", "0"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a bool: write true or false")
-    return text.lower() in ("true", "1")
+# ------------------------------------------------------------------------------------------------------------
+# What a run is: command line over checkpoint, or over machine and recipe
 
-
-def parse(argv, doc, *classes):
-    """The options that were given, by name. Each field of the classes is one; the comment behind it is its
-    help."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, argument_default=argparse.SUPPRESS, description=doc,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = fail
-    for cls in classes:
-        group = parser.add_argument_group(cls.__name__)
-        notes = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.MULTILINE))
-        for f in fields(cls):
-            choices = get_args(f.type) if get_origin(f.type) is Literal else None
-            kind = str if choices else {bool: boolean, int: whole}.get(f.type, f.type)
-            default = "by --model" if f.name in PRESETS["tiny"] else f.default
-            note = f"{notes[f.name]} (default: {default})".replace("%", "%%")
-            group.add_argument(f"--{f.name}", type=kind, choices=choices, help=note,
-                               metavar=None if choices else kind.__name__)
-    given, unknown = parser.parse_known_args(argv)
-    if unknown:
-        names = [f"--{f.name}" for cls in classes for f in fields(cls)]
-        near = difflib.get_close_matches(unknown[0].split("=")[0], names, n=1)
-        fail(f"unknown option {unknown[0]}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
-    return vars(given)
-
+# What a resumed run may change; all else decides what is computed, and has to be as the checkpoint says.
+CHANGEABLE = {"data_dir", "keep_shards", "out_dir", "resume", "max_steps", "flops", "keep_steps",
+              "eval_interval", "eval_rows", "log_interval", "device", "compile"}
 
 def pick_device(name):
     """The torch.device for an option; auto takes the best there is, and under torchrun each process a GPU."""
@@ -264,276 +478,74 @@ def check_out_dir(tc, checkpoint):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Checkpoints: tensors and plain types only, so that torch.load needs no trust
+# Command line
 
-def load_checkpoint(path):
-    """What `Run.save` wrote to a file, or to ckpt.pt in a folder, and its model; ValueError for all else."""
-    path = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
-    if not path.is_file():
-        raise ValueError(f"there is no checkpoint {path}: train one first with python train.py --n_rec=3")
+def fail(message):
+    """A person's mistake ends in one line and exit code 2."""
+    print(f"{Path(sys.argv[0]).name}: {' '.join(str(message).split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def guarded(main):
+    """Run main; bad input, a full disk or too little memory end in one line instead of a traceback."""
+    if sys.stdout is None:   # closed
+        sys.stdout = open(os.devnull, "w")
+    if hasattr(sys.stdout, "reconfigure"):   # a terminal without Unicode shows question marks
+        sys.stdout.reconfigure(errors="replace")
     try:
-        assert zipfile.ZipFile(path).testzip() is None, "its content is damaged"
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        model = MoR(MoRConfig(**checkpoint["config"]))
-        model.load_state_dict(checkpoint["model"])
-        TrainConfig(**checkpoint["train_config"])
-        parts = {"step", "optimizer", "reader", "rng", "data", "tokenizer"}
-        assert parts <= set(checkpoint), "parts of it are missing"
-    except Exception as error:
-        reason = f"{type(error).__name__}: {str(error)[:80]}"
-        raise ValueError(f"{path} is not a checkpoint of this project ({reason})") from None
-    return {**checkpoint, "model": model, "path": path}
+        code = main(sys.argv[1:])
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        sys.exit(code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (ValueError, OSError) as error:
+        fail(error)
+    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
+        if re.search(r"C(\+\+)? compiler", str(error)):
+            fail(f"torch.compile did not work ({str(error).splitlines()[0]}): use --compile=false")
+        memory = re.search("out of memory|allocate memory|[Oo]verflow|too large", str(error))
+        if not isinstance(error, MemoryError) and not memory:
+            raise
+        fail("out of memory: choose a smaller --batch_size (--batch_tokens keeps the step), --block_size or "
+             "model")
 
 
-def save_checkpoint(path, state):
-    """Written beside, then renamed: whatever happens, `path` is whole, the old checkpoint or the new one."""
-    beside = path.with_suffix(".tmp")
-    with open(beside, "wb") as f:
-        try:
-            torch.save(state, f)
-        except RuntimeError as error:   # what torch makes of a full disk
-            raise OSError(f"{beside} could not be written, is the disk full? ({str(error)[:80]})") from None
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(beside, path)
+def whole(text):
+    if not float(text).is_integer():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(float(text))
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Training
-
-def lr_at(step, config):
-    """Learning rate of a step (from 0): wsd is the paper's trapezoid, cosine ends at a tenth of the peak."""
-    warmup = config.warmup_steps
-    up = (step + 1) / max(1, warmup)
-    if config.schedule == "wsd":
-        return config.learning_rate * min(1.0, up, (config.max_steps - step) / (0.2 * config.max_steps))
-    progress = max(0, step - warmup) / max(1, config.max_steps - warmup)
-    return config.learning_rate * min(up, 0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+def boolean(text):
+    if text.lower() not in ("true", "false", "1", "0"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a bool: write true or false")
+    return text.lower() in ("true", "1")
 
 
-def make_optimizer(model, config):
-    """AdamW with weight decay on matrices only; `scale` is a group's share of the learning rate.
-
-    As in the released code, an auxiliary router learns ten times as fast: no other weight depends on it.
-    """
-    groups = {}
-    for name, p in model.named_parameters():
-        key = ("weight_decay", 0.1 if p.dim() > 1 else 0.0), ("scale", 10.0 if "aux_score" in name else 1.0)
-        groups.setdefault(key, []).append(p)
-    groups = [dict(key, params=params) for key, params in groups.items()]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
-
-
-@torch.no_grad()
-def evaluate(model, batches, dtype):
-    """Means over the rows: the loss as generation routes (causal), for expert-choice the loss as training
-    does (topk) and how often threshold and top-k agree, and the health of the causal routing."""
-    c, sums, n, alive = model.config, {}, sum(len(x) for x, _ in batches), False
-    modes = [("topk", False)] * (c.routed and c.router == "expert") + [("causal", True)]
-    model.eval()
-    for x, y in batches:
-        numbers = {}
-        for name, causal in modes:
-            with torch.autocast(x.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-                routing = model(x, y, causal=causal)[2]
-            numbers.update(routing.health, **{name: routing.losses["lm"]})
-        alive = alive | (routing.depth == c.n_rec).any(dim=0)   # positions, over all the batches
-        for name, value in numbers.items():
-            sums[name] = sums.get(name, 0.0) + value * (len(x) / n)
-    model.train()
-    sums["dead"] = 1 - alive.float().mean()
-    return {name: value.tolist() for name, value in sums.items()}
-
-
-def pulse(numbers):
-    """The GPU's and the router's part of a log line. A collapse to one depth, or a threshold unlike the
-    top-k, shows."""
-    percent = lambda values: f"[{' '.join(f'{100 * v:.0f}' for v in values)}]%"
-    words = [""]
-    words += [f"mfu {100 * numbers['mfu']:.0f}%"] if numbers.get("mfu") else []
-    words += [f"{numbers['peak_gb']:.1f}GB"] if "peak_gb" in numbers else []
-    if len(numbers["load"]) > 1:
-        words.append(f"depth {numbers['mean_depth']:.2f} {percent(numbers['load'])}")
-        for name in ("aux", "balance", "max_vio", "entropy"):
-            words += [f"{name} {numbers[name]:.2f}"] if name in numbers else []
-        words += [f"agree {percent(numbers['agreement'][1:])}"] if "agreement" in numbers else []
-        words.append(f"dead {100 * numbers['dead']:.0f}%")
-    return " | ".join(words)
-
-
-def init_distributed():
-    """Which of how many processes this is: those that torchrun started, one for each GPU; else 0 of 1."""
-    if not dist.is_torchelastic_launched():
-        return 0, 1
-    if not dist.is_initialized():
-        dist.init_process_group()
-    return dist.get_rank(), dist.get_world_size()
-
-
-def mean_over_ranks(numbers):
-    """Tensors by name -> their means over all processes, in one exchange."""
-    flat = torch.cat([value.detach().flatten().float() for value in numbers.values()])
-    dist.all_reduce(flat)
-    parts = (flat / dist.get_world_size()).split([value.numel() for value in numbers.values()])
-    return {name: part.view_as(value) for (name, value), part in zip(numbers.items(), parts)}
-
-
-class Run:
-    """One training run: model, optimizer, data and step, all that a checkpoint holds."""
-    def __init__(self, config, tc, source, checkpoint=None):
-        self.config, self.tc, self.source, self.step = config, tc, source, 0
-        self.reading = False   # is a step waiting for its data?
-        self.device, (self.rank, self.world) = pick_device(tc.device), init_distributed()
-        self.grad_accum = tc.grad_accum(config.block_size, self.world)
-        torch.set_float32_matmul_precision("high")   # TF32 where there is a GPU and no bfloat16
-        torch.manual_seed(tc.seed)
-        self.model = (checkpoint["model"] if checkpoint else MoR(config)).to(self.device).train()
-        self.optimizer = make_optimizer(self.model, tc)
-        if checkpoint:
-            self.step = checkpoint["step"]
-            self.optimizer.load_state_dict(checkpoint["optimizer"])
-            torch.set_rng_state(checkpoint["rng"])
-        if self.rank:   # each process draws its own noise (router_arch=random)
-            torch.manual_seed((tc.seed + self.rank + 1000 * self.step) % 2**32)
-        self.reader = Reader(source.train, tc.batch_size, config.block_size, tc.seed, self.device,
-                             checkpoint and checkpoint["reader"], self.rank, self.world)
-        self.forward = self.model
-        if tc.compile:   # for the shapes that there are; a capacity warm-up has many
-            self.forward = torch.compile(self.model, fullgraph=True,
-                                         dynamic=None if tc.capacity_warmup else False)
-        if self.world > 1:
-            torch._dynamo.config.optimize_ddp = False   # gradients of shared weights come last: one graph
-            self.forward = torch.nn.parallel.DistributedDataParallel(self.forward)
-
-    def save(self, name):
-        if not all(p.isfinite().all() for p in self.model.parameters()):
-            raise ValueError(f"weights at step {self.step} are not finite and not saved: start again with "
-                             f"--learning_rate below {self.tc.learning_rate}")
-        state = dict(config=asdict(self.config), train_config=asdict(self.tc), step=self.step,
-                     model=self.model.state_dict(), optimizer=self.optimizer.state_dict(),
-                     reader=self.reader.state, rng=torch.get_rng_state(),
-                     tokenizer=self.source.tokenizer, data=self.source.name)
-        if self.rank == 0:
-            save_checkpoint(Path(self.tc.out_dir) / name, state)
-        if self.world > 1:   # whoever leaves early has torchrun end the others
-            dist.barrier()
-
-    def batches(self):
-        """The micro-batches of a step. If one process cannot have them, or Ctrl-C ends the wait for them, all
-        save the steps so far and leave."""
-        position, lost = dict(self.reader.state), None
-        try:
-            self.reading = True
-            batches = [next(self.reader) for _ in range(self.grad_accum)]
-            self.reading = False
-        except (OSError, ValueError, KeyboardInterrupt) as error:
-            self.reading, lost = False, error
-        if any_process(lost is not None, self.world):
-            self.reader.state = position
-            if self.step:
-                self.save("ckpt.pt")
-                print(f"saved {Path(self.tc.out_dir) / 'ckpt.pt'} at step {self.step}", flush=True)
-            raise lost or ValueError("another process has no data for this step")
-        return batches
-
-    def train_step(self):
-        """One optimizer step. Its numbers are returned as tensors on the device: nothing waits for them."""
-        tc, config, numbers = self.tc, self.config, {}
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr_at(self.step, tc) * group["scale"]
-        # DIFFERS: counted in steps; the released code counts forward calls, which accumulation multiplies.
-        k = config.capacity(config.block_size, min(1.0, (self.step + 1) / max(1, tc.capacity_warmup)))
-        for i, (x, y) in enumerate(self.batches(), 1):
-            # Processes exchange gradients once a step, with the last micro-batch.
-            with self.forward.no_sync() if self.world > 1 and i < self.grad_accum else nullcontext():
-                with torch.autocast(self.device.type, torch.bfloat16, enabled=tc.dtype == "bfloat16"):
-                    loss, routing = self.forward(x, y, causal=False, k=k)[1:]   # logits would fill memory
-                # DIFFERS: all losses are means over the step; the released code sums the auxiliary one up.
-                (loss / self.grad_accum).backward()
-            for name, value in {**routing.health, **routing.losses}.items():
-                numbers[name] = numbers.get(name, 0.0) + value.detach() / self.grad_accum
-        numbers = mean_over_ranks(numbers) if self.world > 1 else numbers
-        numbers["norm"] = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        if config.routed and config.router == "token":
-            self.model.router.update_bias(numbers["load"])
-        self.step += 1
-        return numbers
-
-
-def mfu(run, tokens_per_s):
-    """Share of the GPU's peak in use, by flops_per_token and twice that backward; None if not known."""
-    peak = PEAK.get(torch.cuda.get_device_name()) if run.tc.dtype == "bfloat16" else None
-    cost = 3 * flops_per_token(run.config, run.config.block_size)
-    return peak and cost * tokens_per_s / (peak * run.world)
-
-
-def gpu_numbers(run, tokens_per_s):
-    """What a log line says of a GPU: its memory at most, and mfu."""
-    if run.device.type != "cuda":
-        return {}
-    return {"peak_gb": torch.cuda.max_memory_allocated() / 1e9, "mfu": mfu(run, tokens_per_s)}
-
-
-def any_process(flag, world):
-    """Whether the flag is true in any process, so that all do the same."""
-    flag = torch.tensor(float(flag))
-    if world > 1:
-        dist.all_reduce(flag)
-    return flag.item() > 0
-
-
-def train(run, log):
-    """Step until max_steps or Ctrl-C; log, evaluate (each process on all rows) and save on the way."""
-    tc, stop, halt, losses, clock = run.tc, [], False, [], time.perf_counter()
-    val = val_batches(run.source.val, tc.batch_size, run.config.block_size, tc.eval_rows, run.device)
-    keep = {int(s) for s in tc.keep_steps.split(",") if s}
-
-    def ask(signum, frame):
-        signal.signal(signum, signal.SIG_DFL)   # asked twice: leave at once; the last checkpoint is whole
-        stop.append(signum)
-        run.rank or os.write(2, b"finishing this step, then saving; once more to leave without\n")
-        if run.reading:
-            raise KeyboardInterrupt
-
-    def record(numbers, line):
-        print(line, flush=True)
-        log.write(json.dumps({"step": run.step, **numbers}) + "\n")
-        log.flush()
-
-    before = {signum: signal.signal(signum, ask) for signum in (signal.SIGINT, signal.SIGTERM)}
-    while not halt:
-        numbers = run.train_step()
-        losses.append(numbers["lm"])
-        last = run.step == tc.max_steps
-        halt = last or any_process(bool(stop), run.world)
-        evaluating = last or run.step % tc.eval_interval == 0
-        logging = halt or evaluating or run.step in keep or run.step % tc.log_interval == 0 or run.step == 1
-        if logging:
-            numbers = {name: value.tolist() for name, value in numbers.items()}   # waits for the device
-            lm, speed = torch.stack(losses).mean().item(), len(losses) / (time.perf_counter() - clock)
-            if not math.isfinite(lm + numbers["norm"]):
-                raise ValueError(f"loss {lm}, gradient {numbers['norm']} at step {run.step}: start again with"
-                                 f" --learning_rate below {tc.learning_rate}; no checkpoint was lost")
-            numbers.update(lm=lm, lr=lr_at(run.step - 1, tc), tokens_per_s=speed * tc.batch_tokens)
-            numbers.update(gpu_numbers(run, speed * tc.batch_tokens))
-            record(numbers, f"step {run.step}/{tc.max_steps} | loss {lm:.3f} | lr {numbers['lr']:.1e} | norm "
-                   f"{numbers['norm']:.2f} | {speed * tc.batch_tokens / 1e3:.1f}k tok/s{pulse(numbers)} | "
-                   f"eta {(tc.max_steps - run.step) / speed / 60:.1f}m")
-        if evaluating:
-            numbers = evaluate(run.model, val, tc.dtype)
-            topk = f" | topk {numbers['topk']:.4f}" if "topk" in numbers else ""
-            record({f"val_{name}": value for name, value in numbers.items()},
-                   f"eval {run.step}/{tc.max_steps} | causal {numbers['causal']:.4f}{topk}{pulse(numbers)}")
-        if run.step in keep:   # first: a run that goes on from ckpt.pt does not come by this step again
-            run.save(f"step_{run.step}.pt")
-        if halt or evaluating:
-            run.save("ckpt.pt")
-        if logging:
-            losses, clock = [], time.perf_counter()   # evaluating and saving are not part of the steps
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
+def parse(argv, doc, *classes):
+    """The options that were given, by name. Each field of the classes is one; the comment behind it is its
+    help."""
+    wide = partial(argparse.RawDescriptionHelpFormatter, width=110, max_help_position=28)
+    parser = argparse.ArgumentParser(allow_abbrev=False, argument_default=argparse.SUPPRESS, description=doc,
+                                     formatter_class=wide, usage="%(prog)s [--option=value ...]")
+    parser.error = fail
+    for cls in classes:
+        group = parser.add_argument_group(cls.__name__, cls.__doc__.splitlines()[0])
+        notes = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.MULTILINE))
+        for f in fields(cls):
+            choices = get_args(f.type) if get_origin(f.type) is Literal else None
+            kind = str if choices else {bool: boolean, int: whole}.get(f.type, f.type)
+            default = "by --model" if f.name in PRESETS["tiny"] else f.default
+            note = f"{notes[f.name]} (default: {default})".replace("%", "%%")
+            group.add_argument(f"--{f.name}", type=kind, choices=choices, help=note,
+                               metavar=None if choices else f.type.__name__)
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        names = [f"--{f.name}" for cls in classes for f in fields(cls)]
+        near = difflib.get_close_matches(unknown[0].split("=")[0], names, n=1)
+        fail(f"unknown option {unknown[0]}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
+    return vars(given)
 
 
 def main(argv):
