@@ -3,21 +3,24 @@
     python sample.py                                       what `python train.py` left in out/
     python sample.py --prompt="def main(" --temperature=0.5 --top_k=40
     python sample.py --num_samples=8 --html=sample.html    eight at a time, also as a page for a browser
+    python sample.py --svg=sample.svg                      also as a picture
     python sample.py --max_depth=1                         the same text budget with a shallower model
 """
 import codecs
 import html
 import os
 import sys
+import time
 from dataclasses import dataclass
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import Literal
 
 import torch
 
 from data import fineweb_edu, python_source
-from mor import Engine
+from mor import Engine, check_fields, require
 from train import guarded, load_checkpoint, parse, pick_device
-
 
 @dataclass
 class SampleConfig:
@@ -33,20 +36,20 @@ class SampleConfig:
     max_depth: int = 0  # recursions a token can take at most; 0: all of the model's
     threshold: float = 0.5  # expert-choice: a token goes deeper while its router says more than this
     html: str = ""  # file to write a page to: the text in colours, with what the router said of each token
+    svg: str = ""  # file to write a picture to: the text in colours
     color: Literal["auto", "always", "never"] = "auto"  # without colour, a line of depths below each line
     device: str = "auto"  # cpu, cuda, mps; auto: the best there is
 
     def __post_init__(self):
-        if self.max_new_tokens < 0 or not 1 <= self.num_samples <= 10**5:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 0, and "
-                             f"num_samples={self.num_samples} 1 to {10**5}")
-        if self.html and not self.html.endswith(".html"):
-            raise ValueError(f"html={self.html} must end in .html, so that nothing else is overwritten")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed={self.seed} must be 0 to {2**32 - 1}")
+        check_fields(self, max_new_tokens=0, seed=0)
+        require(self.num_samples <= 10**5, f"num_samples={self.num_samples} must be 1 to {10**5}")
+        require(self.seed < 2**32, f"seed={self.seed} must be 0 to {2**32 - 1}")
+        for name in ("html", "svg"):
+            value = getattr(self, name)
+            require(not value or value.endswith("." + name),
+                    f"{name}={value} must end in .{name}, so that nothing else is overwritten")
 
-
-def write(engine, prompt, config):
+def texts(engine, prompt, config):
     """Yield (sample, token, depth, logits) as they come; see Request for depth and logits."""
     block_size, origin = engine.max_len, {}   # which sample, and which part of it, a request is for
 
@@ -64,9 +67,8 @@ def write(engine, prompt, config):
             submit(sample, part + 1, request.prompt + request.tokens,
                    request.max_new_tokens - len(request.tokens))
 
-
 def follow(sample, samples, events, n, end):
-    """Yield (token, depth, logits) of one sample, up to n or to token `end`. What comes for others waits in
+    """Yield (token, depth, logits) of one sample, up to n or to token `end`. What comes for others is kept in
     samples."""
     for k in range(n):
         while k == len(samples[sample]):
@@ -76,28 +78,25 @@ def follow(sample, samples, events, n, end):
         if samples[sample][k][0] == end:
             return
 
-
 class Printer:
     """Text as it comes, its depth as background colour on a terminal, elsewhere as a digit below it."""
     BACKGROUND = [153, 216, 210, 177]   # among 256 terminal colours, for depth 2, 3, 4, 5, and again
 
-    def __init__(self, color, decode):
+    def __init__(self, color):
         terminal = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        self.color, self.decode = terminal if color == "auto" else color == "always", decode
-        self.decoder, self.depths = codecs.getincrementaldecoder("utf-8")("replace"), ""
+        self.color, self.depths = terminal if color == "auto" else color == "always", ""
 
     def paint(self, text, depth):
         background = self.BACKGROUND[(depth - 2) % 4]
         return f"\033[48;5;{background};38;5;16m{text}\033[0m" if self.color and depth > 1 else text
 
-    def __call__(self, tokens, depth=0, final=False):
-        """Print tokens; a character may need several and shows with the last of them."""
-        for char in readable(self.decoder, self.decode(tokens), final):
+    def __call__(self, text, depth):
+        for char in text:
             self.depths += "\t" if char == "\t" else str(depth % 10) if depth else " "
             if char == "\n":
                 self.end_line()
-                continue
-            print(self.paint(char, depth), end="", flush=True)
+            else:
+                print(self.paint(char, depth), end="", flush=True)
 
     def end_line(self):
         print()
@@ -105,31 +104,38 @@ class Printer:
             print(self.depths)
         self.depths = ""
 
+def spelled(prompt, sample, decode):
+    """Yield (text, depth, logits) for each token of a prompt, whose depth is 0, and of a sample, as it comes.
+    A character may need several tokens, and comes with the last. None of them steers a terminal."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for token, depth, logits in chain(((token, 0, []) for token in prompt), sample, [(None, 0, [])]):
+        text = decoder.decode(b"" if token is None else decode([token]), final=token is None)
+        yield ("".join(char if char.isprintable() or char in "\t\n" else "\N{REPLACEMENT CHARACTER}"
+                       for char in text), depth, logits)
 
-def readable(decoder, data, final=False):
-    """Bytes as text, in which nothing steers a terminal; part of a character is kept for the next call."""
-    return "".join(char if char.isprintable() or char in "\t\n" else "\N{REPLACEMENT CHARACTER}"
-                   for char in decoder.decode(data, final))
+def legend(samples, n_rec):
+    """(text, depth) of each piece of the line that explains the colours."""
+    depths = [depth for sample in samples for _, depth, _ in sample]
+    n = max(1, len(depths))
+    pieces = [(f" {d}: {depths.count(d) / n:.0%} ", d) for d in range(1, n_rec + 1)]
+    return [("depth ", 0), *pieces, (f"  mean {sum(depths) / n:.2f} of {n_rec} over {len(depths)} tokens", 0)]
 
+def palette(n_rec):   # in CSS, for light and dark: depth 1 has none, each further one is more orange
+    return [f"rgb(255 140 0 / {0.6 * d / max(1, n_rec - 1):.2f})" for d in range(n_rec)]
 
-# A page that loads nothing. Pointing at a token shows at the foot what the router said of it.
+# Pages and pictures load nothing. Pointing at a token in a page shows what the router said of it.
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Mixture-of-Recursions</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>
 :root {{ color-scheme: light dark }}
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 58rem; margin: 2rem auto 6rem; padding: 0 1rem }}
 pre {{ font: 15px/1.6 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere;
   border-top: 1px solid GrayText; padding-top: 1rem }}
-pre span:hover {{ outline: 2px solid }}
-pre span:hover::after {{ content: attr(data-t); position: fixed; inset: auto 0 0 0; padding: .6rem 1rem;
-  background: CanvasText; color: Canvas }}
-td {{ padding: .1rem .6rem }} hr {{ height: 1rem; margin: 0; border: 0; background: GrayText }}
-i, small {{ color: GrayText; font-style: normal }}
+b {{ font-weight: normal }} b:hover {{ outline: 2px solid }} i, small {{ color: GrayText }}
 {colors}</style>
 <h1>Mixture-of-Recursions</h1><p>The colour of a token is its depth: how many recursions of the shared block
 went into choosing it. Point at one to see what the router said. The prompt is grey.</p>
-<table>{rows}</table><p><small>{summary}</small></p>{texts}</html>
+<p>{legend}</p><p><small>{summary}</small></p>{texts}</html>
 """
-
 
 def router_says(config, logits):
     """Score and probability, as the gate has them, for each recursion or depth that the router was asked."""
@@ -138,27 +144,51 @@ def router_says(config, logits):
     return "".join(f" | router, {name} {r}: {score:+.2f}, {chance:.0%}"
                    for r, (score, chance) in enumerate(zip(z.tolist(), p.tolist()), 1) if score == score)
 
-
 def page(config, prompt, samples, summary, decode):
     """The page for samples, each a list of (token, depth, logits)."""
-    depths = [depth for sample in samples for _, depth, _ in sample]
-    n, texts, colors, rows = config.n_rec, "", "", ""
-    for d in range(1, n + 1):
-        share = depths.count(d) / max(1, len(depths))
-        colors += f".d{d} {{ background: rgb(255 140 0 / {0.6 * (d - 1) / max(1, n - 1):.2f}) }}\n"
-        rows += (f'<tr><td class="d{d}">depth {d}</td><td>{share:.1%}</td><td>{depths.count(d)} tokens</td>'
-                 f'<td><hr style="width: {20 * share:.1f}rem"></td></tr>\n')
+    n, texts = config.n_rec, ""
     for sample in samples:
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        texts += f"<pre><i>{html.escape(readable(decoder, decode(prompt)))}</i>"
-        for token, depth, logits in sample:
-            text = readable(decoder, decode([token]))
+        texts += "<pre>"
+        for text, depth, logits in spelled(prompt, sample, decode):
             about = html.escape(f"{text!r} | depth {depth} of {n}{router_says(config, logits)}")
             text = html.escape(text).replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n")
-            texts += f'<span class="d{depth}" data-t="{about}">{text}</span>'
-        texts += readable(decoder, b"", final=True) + "</pre>\n"
-    return PAGE.format(colors=colors, rows=rows, summary=html.escape(summary), texts=texts)
+            texts += f'<b class="d{depth}" title="{about}">{text}</b>' if depth else f"<i>{text}</i>"
+        texts += "</pre>\n"
+    colors = "".join(f".d{d} {{ background: {color} }}\n" for d, color in enumerate(palette(n), 1))
+    colored = "".join(f'<span class="d{d}">{text}</span>' for text, d in legend(samples, n))
+    return PAGE.format(colors=colors, legend=colored, summary=html.escape(summary), texts=texts)
 
+PICTURE = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"
+ height="{height}" font-family="ui-monospace, Menlo, Consolas, monospace" font-size="13" xml:space="preserve">
+<style>.page {{ fill: #fff }} text {{ fill: #1f2328 }} .d0 {{ fill: #818b98 }}
+@media (prefers-color-scheme: dark) {{ .page {{ fill: #0d1117 }} text {{ fill: #e6edf3 }} }}</style>
+<rect class="page" width="{width}" height="{height}" rx="6"/>
+{texts}</svg>
+"""
+W, H, COLUMNS = 8, 18, 96   # a character's, and the characters in a line
+
+def picture(config, prompt, samples, summary, decode):
+    """The same as an SVG, in which every character has its place, whatever the font."""
+    pieces, lines, svg = [], [[]], ""
+    for sample in samples:
+        pieces += [*spelled(prompt, sample, decode), ("\n\n", 0, [])]
+    for text, depth, *_ in pieces + legend(samples, config.n_rec):
+        for char in text.expandtabs(4):
+            if char == "\n" or len(lines[-1]) == COLUMNS:
+                lines.append([])
+            if char != "\n":
+                lines[-1].append((depth, char))
+    for y, line in enumerate(lines):
+        x = W
+        for depth, run in groupby(line, key=itemgetter(0)):
+            text = "".join(char for _, char in run)
+            color = ["none", *palette(config.n_rec)][depth]
+            place = f'x="{x}" y="{H * y + 8}"'
+            width = W * len(text)
+            svg += (f'<rect {place} width="{width}" height="{H}" fill="{color}"/><text {place} dy="13" '
+                    f'textLength="{width}" class="d{depth}">{html.escape(text)}</text>\n')
+            x += width
+    return PICTURE.format(width=W * (COLUMNS + 2), height=H * len(lines) + 16, texts=svg)
 
 def main(argv):
     config = SampleConfig(**parse(argv, __doc__, SampleConfig))
@@ -172,36 +202,34 @@ def main(argv):
     engine = Engine(model, min(config.slots, config.num_samples), temperature=config.temperature,
                     top_k=config.top_k, max_depth=config.max_depth or None, threshold=config.threshold,
                     stop=text.EOF, vocab_size=text.VOCAB_SIZE)
-    if config.html:
-        open(config.html, "a").close()   # a name that cannot be written is refused before the work
-    samples, events, code = [[] for _ in range(config.num_samples)], write(engine, prompt, config), 0
+    for path in filter(None, (config.html, config.svg)):
+        open(path, "a").close()   # a name that cannot be written is refused before the work
+    samples, events, code = [[] for _ in range(config.num_samples)], texts(engine, prompt, config), 0
+    clock = time.perf_counter()
+    printer = Printer(config.color)
     for i in range(config.num_samples):
         if config.num_samples > 1:
             print(f"--- {i + 1} of {config.num_samples}")
-        printer = Printer(config.color, text.decode)
-        printer(prompt)
+        sample = follow(i, samples, events, config.max_new_tokens, text.EOF)
         try:
-            for token, depth, _ in follow(i, samples, events, config.max_new_tokens, text.EOF):
-                printer([token], depth)
+            for piece, depth, _ in spelled(prompt, sample, text.decode):
+                printer(piece, depth)
         except KeyboardInterrupt:   # enough: sum up what is there
             code = 130
-        printer([], final=True)
         printer.end_line()
         if code:
             break
-    depths = [depth for sample in samples for _, depth, _ in sample]
-    n, n_rec, c = max(1, len(depths)), model.config.n_rec, engine.counts
-    legend = " ".join(printer.paint(f" {d}: {depths.count(d) / n:.0%} ", d) for d in range(1, n_rec + 1))
-    print(f"depth {legend}  mean {sum(depths) / n:.2f} of {n_rec} over {len(depths)} tokens")
-    summary = (f"{c['block_calls']} calls of the shared block, {c['exit_calls']} of the head, at most "
-               f"{c['kv_entries']} KV entries, {len(depths) / max(c['seconds'], 1e-9):.0f} tokens/s")
+    seconds = time.perf_counter() - clock
+    print("".join(printer.paint(piece, depth) for piece, depth in legend(samples, model.config.n_rec)))
+    summary = (f"{engine.counts['block_calls']} calls of the shared block, {engine.counts['head_calls']} of "
+               f"the head, {engine.counts['tokens'] / max(seconds, 1e-9):.0f} tokens/s")
     print(summary)
-    if config.html:
-        with open(config.html, "w", encoding="utf-8") as f:
-            f.write(page(model.config, prompt, samples, summary, text.decode))
-        print(f"wrote {config.html}")
+    for path, content in [(config.html, page), (config.svg, picture)]:
+        if path:
+            with open(path, "w", encoding="utf-8") as f:
+                f.write(content(model.config, prompt, samples, summary, text.decode))
+            print(f"wrote {path}")
     return code
-
 
 if __name__ == "__main__":
     guarded(main)
