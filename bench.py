@@ -9,8 +9,8 @@
     python bench.py gpu          what a GPU makes of attention, and of bfloat16
     python bench.py train --model=135m --batch_size=1      each part for another size
 
-Variants take turns, so that a machine's moods are the same for all of them. A ratio is the median over the
-turns, with the least and the greatest in brackets. Out come Markdown tables, and a JSON line for each row.
+Variants take turns, so that a slow minute of the machine is slow for all of them. A ratio is the median over
+the turns, with the least and the greatest in brackets. Out come Markdown tables, and a JSON line for each row.
 """
 import json
 import math
@@ -33,20 +33,20 @@ from typing import Literal
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 import train
 from data import python_source
 from data.shards import val_batches
-from mor import (Engine, MoR, MoRConfig, PRESETS, flops_per_token, generate, kv_bytes_per_token, n_params,
-                 shares)
+from mor import (Engine, MoR, MoRConfig, PRESETS, check_fields, flops_per_token, generate, kv_bytes_per_token,
+                 kv_reads_per_token, n_params, require, shares)
 
 SIZE = tuple(PRESETS["tiny"])   # the options of a model's size
 VARIANTS = {"plain": dict(n_rec=1), **{f"recursive-{n}": dict(n_rec=n, router="none") for n in (2, 3, 4)},
             **{f"MoR-{n}, {router}" + ", shared cache" * (cache == "shared"):
                dict(n_rec=n, router=router, cache=cache)
                for router in ("expert", "token") for cache in ("recursion", "shared") for n in (2, 3, 4)}}
-
 
 @dataclass
 class BenchConfig:
@@ -74,13 +74,9 @@ class BenchConfig:
     n_ff: int = 0  # width inside the MLP
 
     def __post_init__(self):
-        least = {"passes": 8}   # in which each engine ends a token
-        for f in fields(self):
-            if f.type is int and getattr(self, f.name) < (bound := least.get(f.name, min(1, f.default))):
-                raise ValueError(f"{f.name}={getattr(self, f.name)} must be at least {bound}")
+        check_fields(self, passes=8)   # in which each engine ends a token
         plain = MoRConfig(**PRESETS[self.model])
         self.size = {name: getattr(self, name) or getattr(plain, name) for name in SIZE}
-
 
 def seconds(device, f, n=1):
     """Seconds that a call of f takes, the mean of n, with the device done before and after."""
@@ -92,7 +88,6 @@ def seconds(device, f, n=1):
     finish()
     return (time.perf_counter() - start) / n
 
-
 def race(turns, rounds, name):
     """What functions return, by name, over rounds in which each has its turn."""
     values = {key: [] for key in turns}
@@ -101,16 +96,13 @@ def race(turns, rounds, name):
             values[key].append(turn())
     return values
 
-
 def spread(values, digits=2):
     """Median, least and greatest."""
     return f"{statistics.median(values):.{digits}f} [{min(values):.{digits}f} {max(values):.{digits}f}]"
 
-
 def ratios(values, others):
     """Of what two had in the same rounds."""
     return spread([a / b for a, b in zip(values, others)])
-
 
 def table(title, rows):
     """Print dicts with the same keys as a Markdown table, then as JSON lines."""
@@ -121,16 +113,13 @@ def table(title, rows):
     for row in rows:
         print(json.dumps({"table": title, **row}, ensure_ascii=False), flush=True)
 
-
-# ------------------------------------------------------------------------------------------------------------
-# cost
+# ---- cost --------------------------------------------------------------------------------------------------
 
 # Table 3 of the paper, for 16.5e18 FLOPs: parameters outside the embedding, tokens.
 TABLE_3 = {"plain": "315M, 20B", "recursive-2": "167M, 20B", "recursive-3": "118M, 20B",
            "recursive-4": "98M, 19B", "MoR-2, expert": "167M, 27B", "MoR-3, expert": "118M, 30B",
            "MoR-4, expert": "98M, 30B", "MoR-3, expert, shared cache": "118M, 31B",
            "MoR-3, token": "118M, 30B"}
-
 
 def cost(bench):
     """Parameters, forward FLOPs and bytes of cache per token by formula, beside what the paper says."""
@@ -141,7 +130,7 @@ def cost(bench):
                 for d in {c.effective_depth for c in configs.values()}}
     for name, c in tqdm(configs.items(), "cost"):
         paper, every, kv = flops_per_token(c, T, paper=True), flops_per_token(c, T), kv_bytes_per_token(c)
-        depth, counted = count_kv(c)
+        share, kept, read = count_kv(c)
         row = {"model": name,
                "layers, unique / unrolled": f"{c.n_unshared + c.n_shared} / {c.effective_depth}",
                "parameters": million(n_params(c, embedding=False)),
@@ -150,31 +139,42 @@ def cost(bench):
                "paper FLOPs / plain": paper / flops_per_token(plain, T, paper=True),
                "FLOPs, all": million(every), "all FLOPs / plain": every / flops_per_token(plain, T),
                "KV bytes": f"{kv:,.0f}", "KV / plain": kv / kv_bytes_per_token(plain),
-               "KV counted (formula) at a depth":
-               f"{counted:,.0f} ({kv_bytes_per_token(c, depth):,.0f}) at {depth:.2f}"}
+               "KV entries read": f"{kv_reads_per_token(c, T):,.0f}",
+               "read / plain": kv_reads_per_token(c, T) / kv_reads_per_token(plain, T),
+               "KV bytes counted (formula)": f"{kept:,.0f} ({kv_bytes_per_token(c, sum(share)):,.0f})",
+               "entries read, counted (formula)": f"{read:,.0f} ({kv_reads_per_token(c, COUNTED, share):,.0f})",
+               "at a depth of": sum(share)}
         if bench.size == BenchConfig("360m").size:
             row |= {"tokens for 16.5e18": f"{16.5e9 / paper:.1f}B", "paper": TABLE_3.get(name, "")}
         rows.append(row)
     table(f"{bench.model}: parameters outside the embedding; FLOPs and bytes of cache for a token", rows)
     table("Table 2 of the paper, which is about recursions alone, and that of the model", table_2(bench))
 
+COUNTED = 100   # tokens in the text that is counted
 
-@torch.inference_mode()
+class Reads(TorchFunctionMode):
+    """Counts the keys that queries are given."""
+    total = 0
+
+    def __torch_function__(self, f, types, args=(), kwargs=None):
+        if f is F.scaled_dot_product_attention:
+            self.total += args[1].shape[-2]   # one query at a time
+        return f(*args, **(kwargs or {}))
+
 def count_kv(c):
-    """Mean depth, and bytes of keys and values per token, counted in the log after a text of 300 tokens, in a
-    model of as many layers that is only two numbers wide."""
+    """Share of tokens at each recursion, and for a token bytes of keys and values kept and entries read:
+    counted while a text is written by a model of as many layers that is only two numbers wide."""
     torch.manual_seed(0)
-    narrow = dict(n_head=1, n_kv_head=1, n_embd=2, n_ff=1, vocab_size=999, block_size=300)
+    narrow = dict(n_head=1, n_kv_head=1, n_embd=2, n_ff=1, vocab_size=999, block_size=COUNTED)
     arch = "random" if c.router == "expert" else "linear"
-    model, prompt = MoR(replace(c, **narrow, router_arch=arch)).eval(), torch.randint(999, (300,))
-    engine = Engine(model, slots=1)
-    engine.submit(prompt.tolist(), 1)
-    for _ in engine.run():
-        pass
-    written = sum(k.any(dim=-1).sum().item() for k, _ in engine.log.kv.values())   # entries that are not zero
-    depth = model(prompt[None], causal=True)[2].health["mean_depth"].item()
-    return depth, written / len(prompt) * 2 * c.n_kv_head * c.head_dim * 2
-
+    engine = Engine(MoR(replace(c, **narrow, router_arch=arch)).eval(), slots=1)
+    text = engine.submit([0], COUNTED, seed=0)
+    with Reads() as reads:
+        list(engine.run())
+    rows = [kv for cache in engine.caches.values() for kv in cache.kv.values()]   # keys, values: (2, entries, 2)
+    written = sum(kv[0].any(dim=1).sum().item() for kv in rows)   # entries that are not zero
+    share = [sum(depth > r for depth in text.depths) / COUNTED for r in range(c.n_rec)]
+    return share, written / COUNTED * 2 * c.n_kv_head * c.head_dim * 2, reads.total / COUNTED
 
 def table_2(bench):
     """The paper's ratios, which are those of the recursions alone; and those of the model, whose first and
@@ -191,9 +191,7 @@ def table_2(bench):
             rows.append(row)
     return rows
 
-
-# ------------------------------------------------------------------------------------------------------------
-# train
+# ---- train -------------------------------------------------------------------------------------------------
 
 def training(bench):
     """Training steps of train.py, data and optimizer included, of MoR and of a plain Transformer as deep."""
@@ -238,9 +236,7 @@ def training(bench):
         rows.append(row)
     table(f"A step: width {c.n_embd}, {run.tc.batch_size} x {T} tokens, {run.tc.dtype}, {device}", rows)
 
-
-# ------------------------------------------------------------------------------------------------------------
-# generate
+# ---- generate ----------------------------------------------------------------------------------------------
 
 def ready(model, device):
     """The model as it generates here: in bfloat16 where that is fast, but for its router."""
@@ -248,7 +244,6 @@ def ready(model, device):
     for name, part in model.to(device).named_children():
         part.to(torch.float32 if name == "router" else dtype)
     return model.eval()
-
 
 def protocol(mean, slots):
     """Endless (prompt, new tokens, seed), as in the paper: no prompt, Normal(mean, mean / 4) new tokens. The
@@ -258,25 +253,22 @@ def protocol(mean, slots):
         n = rng.randint(1, mean) if i < slots else max(1, round(rng.gauss(mean, mean / 4)))
         yield [0], n, rng.randrange(2**32)
 
-
 def serve(engine, texts, passes):
     """Tokens a second over some passes of an engine whose queue is never empty."""
     before = engine.counts["tokens"]
 
     def step():
-        while len(engine.queue) < engine.log.slots:
+        while len(engine.queue) < engine.slots:
             engine.submit(*next(texts))
         engine.step()
     took = seconds(engine.h.device, step, passes) * passes
     return (engine.counts["tokens"] - before) / took
-
 
 def warm_up(engine, texts, tokens):
     """Serve so many tokens, and forget about it."""
     while engine.counts["tokens"] < tokens:
         serve(engine, texts, 8)
     engine.counts.clear()
-
 
 def checked(model, bench):
     """Share of greedily written tokens that the forward without a cache finds likeliest too, up to rounding,
@@ -294,30 +286,20 @@ def checked(model, bench):
         raise ValueError(f"of {len(right)} tokens, the forward without a cache would write only {sum(right)}")
     return sum(right) / len(right)
 
-
 def stopwatch(engine, texts, passes):
-    """Milliseconds in a call of the block and of the head, and the share of all time that goes into the head
-    and (uncompiled) into writing keys and values. Waits for the device at each call: not for speed."""
-    spent, calls, whole, device = Counter(), Counter(), (engine.block, engine.head), engine.h.device
+    """Milliseconds in a call of the block and of the head, and the share of all time that goes into the head.
+    Waits for the device at each call: not for speed."""
+    spent, calls, whole = Counter(), Counter(), dict(engine.calls)
 
-    def timed(name, f):
-        def call(*args):
-            y, written = [], spent["write"]
-            spent[name] += seconds(device, lambda: y.append(f(*args)))
-            calls[name] += 1
-            if name == "head":   # its time includes what the last layer writes
-                spent["write"] = written
-            return y[0]
-        return call
-    engine.block, engine.head = timed("block", engine.block), timed("head", engine.head)
-    if not engine.compile:
-        engine.log.write = timed("write", engine.log.write)
-    total = seconds(device, partial(serve, engine, texts, passes))
-    engine.block, engine.head = whole
-    vars(engine.log).pop("write", None)
-    return ([1e3 * spent[name] / max(1, calls[name]) for name in ("block", "head")],
-            (spent["head"] + spent["write"]) / total)
-
+    def timed(name, here):
+        y = []
+        spent[name] += seconds(engine.h.device, lambda: y.append(whole[name](here)))
+        calls[name] += 1
+        return y[0]
+    engine.calls = {name: partial(timed, name) for name in whole}
+    total = seconds(engine.h.device, partial(serve, engine, texts, passes))
+    engine.calls = whole
+    return [1e3 * spent[name] / max(1, calls[name]) for name in ("block", "head")], spent["head"] / total
 
 def contestants(bench, device):
     """Models by name. An untrained MoR goes deeper by chance, as often as training keeps a token; that of
@@ -332,7 +314,6 @@ def contestants(bench, device):
     plain = {f"plain, {d} layers": MoR(MoRConfig(**{**size, "n_rec": 1, "n_layer": d})) for d in depths}
     return {name: ready(model, device) for name, model in (plain | models).items()}
 
-
 def generation(bench):
     """Tokens a second of the engine: with as many slots as `plain`, and as much room for keys and values."""
     device = train.pick_device(bench.device)
@@ -345,10 +326,10 @@ def generation(bench):
     def enter(name, slots):
         """An engine with room for texts of mean + 4 deviations, which are twice the mean, at due depth."""
         c = models[name].config
-        depth = sum(shares(c)) if c.routed else c.n_rec
-        engine = Engine(models[name], slots, 2 * mean, round(2 * mean * depth), compile=bench.compile)
+        entries = [math.ceil(2 * mean * share) for share in shares(c)] if c.cache == "recursion" else None
+        engine = Engine(models[name], slots, 2 * mean, entries, compile=bench.compile)
         engines[name, slots] = engine, protocol(mean, slots)
-        kv[name] = sum(x.nbytes for pair in engine.log.kv.values() for x in pair) / engine.log.slots
+        kv[name] = sum(x.nbytes / len(cache.used) for cache in engine.caches.values() for x in cache.kv.values())
     for name in models:
         enter(name, bench.slots)
     for name in models:
@@ -366,23 +347,21 @@ def generation(bench):
         key, base, c = (name, slots), (plain[name], bench.slots), models[name].config
         n = Counter(engine.counts)
         (block, head), rest = stopwatch(engine, texts, 2 * bench.passes)
-        depth, bare[key] = n["recursions"] / n["tokens"], statistics.median(speeds[key]) / (1 - rest)
+        depth, bare[key] = n["block_rows"] / n["tokens"], statistics.median(speeds[key]) / (1 - rest)
         rows.append({
             "model": name, "slots": slots, "KV MB": kv[name] * slots / 1e6,
             "tokens/s": f"{statistics.median(speeds[key]):,.0f}",
             "speed / plain": ratios(speeds[key], speeds[base]),
-            "without head" + ", KV writes" * (not bench.compile): bare[key] / bare[base],
+            "without head": bare[key] / bare[base],
             "mean depth": depth, "layers / plain": (c.n_unshared + c.n_shared * depth) / c.effective_depth,
             "block calls for 1000 tokens": f"{1000 * n['block_calls'] / n['tokens']:.0f}",
-            "head calls": f"{1000 * n['exit_calls'] / n['tokens']:.0f}", "block call, ms": block,
-            "head call, ms": head, "KV entries": f"{n['kv_entries']:,}", "same as uncached": right[name]})
+            "head calls": f"{1000 * n['head_calls'] / n['tokens']:.0f}", "block call, ms": block,
+            "head call, ms": head, "same as uncached": right[name]})
     table(f"Generation, width {c.n_embd}, texts of Normal({mean}, {mean / 4:g}) tokens without a prompt, "
           f"{engine.h.dtype}, {device}", rows)
     growth(bench, device)
 
-
 GROWTH = [(128, 1), (128, 8), (128, 32), (128, 128), (512, 32), (2048, 32)]   # context, slots
-
 
 def growth(bench, device):
     """What a token costs as contexts grow, and as slots do. Both models write as many tokens to each text."""
@@ -405,9 +384,7 @@ def growth(bench, device):
                      "time / plain": ratios(speeds["plain"], speeds["MoR-3"])})
     table(f"Time of a token, width {bench.size['n_embd']}, {device}", rows)
 
-
-# ------------------------------------------------------------------------------------------------------------
-# quality
+# ---- quality -----------------------------------------------------------------------------------------------
 
 def study(bench):
     """The trainings of `quality` as options of train.py: equal tokens, then equal FLOPs; then some with a
@@ -426,8 +403,7 @@ def study(bench):
             | {f"{name}, equal FLOPs": f"{options} --flops={flops:.4g}"
                for name, options in {"plain, as few parameters": small, **mor}.items()}
             | {f"{name}, lower rate": f"{runs[name]} {steps} {rate}"
-               for name in ("plain", "recursive, middle_cycle", "MoR, expert", "MoR, random")})
-
+               for name in ("plain", "recursive, middle_cycle", "MoR, expert", "MoR, token", "MoR, random")})
 
 def trained(argv, out, threads):
     """Have `python train.py argv` fill the folder out: from the start, from where it stopped, or not at all
@@ -446,7 +422,6 @@ def trained(argv, out, threads):
         lines = log.read_text().splitlines()
     return json.loads(lines[0]), json.loads(lines[-1])
 
-
 def train_all(argvs, device):
     """Results of all trainings, by key. On a CPU each has one core: tiny models gain little from a second."""
     workers = torch.get_num_threads() if device.type == "cpu" else 1
@@ -460,7 +435,6 @@ def train_all(argvs, device):
             pool.shutdown(cancel_futures=True)
             raise
     return {key: job.result() for key, job in jobs.items()}
-
 
 def quality(bench):
     """Losses of models trained alike; and what some of them do when they have to leave early."""
@@ -500,13 +474,11 @@ def quality(bench):
     table(f"The threshold of MoR, expert, seed {seeds[0]}", dial(models["MoR, expert"], batches, bench))
     look(replace(bench, out_dir=str(out["MoR, expert", seeds[0]])))
 
-
 def validation(checkpoint, bench, device):
     """Batches of the text that a checkpoint was validated with."""
     tc = replace(train.TrainConfig(**checkpoint["train_config"]), data_dir=bench.data_dir)
     T = checkpoint["config"]["block_size"]
     return val_batches(train.find_source(tc).val, 8, T, bench.eval_rows, device)
-
 
 @torch.inference_mode()
 def causal_loss(model, batches, **dials):
@@ -517,7 +489,6 @@ def causal_loss(model, batches, **dials):
         for i, value in enumerate((routing.losses["lm"], routing.health["mean_depth"])):
             sums[i] += value.item() * len(x) / n
     return sums
-
 
 def dial(model, batches, bench):
     """Loss, depth and speed at thresholds from 0.1 to 0.9."""
@@ -534,20 +505,16 @@ def dial(model, batches, bench):
                      "speed / that of 0.5": ratios(speeds[t], speeds[0.5])})
     return rows
 
-
-# ------------------------------------------------------------------------------------------------------------
-# look
+# ---- look --------------------------------------------------------------------------------------------------
 
 KINDS = re.compile(r"(?P<new_line>\n)|(?P<indentation>(?<=\n) +)|(?P<space> )|(?P<opening_bracket>[(\[{])|"
                    r"(?P<closing_bracket>[)\]}])|(?P<digit>\d)|(?P<first_of_a_word>(?<![^\W_])[^\W\d_])|"
                    r"(?P<later_in_a_word>[^\W_])|(?P<other>.)", re.DOTALL | re.ASCII)
 
-
 def bars(values):
     """Values as a row of bars, the greatest of which is the highest."""
     top = max(1, *values)
     return "`" + "".join(" ▁▂▃▄▅▆▇█"[math.ceil(8 * v / top)] for v in values) + "`"
-
 
 @torch.inference_mode()
 def look(bench):
@@ -569,7 +536,6 @@ def look(bench):
     table("Unrolled layers: mean norms; first digit of the cosine to each layer up to this one",
           unrolled(model, batches[0][0]))
 
-
 def scores(c, depth, z):
     """A row for each recursion (token-choice: depth): how the router's probabilities are distributed."""
     rows, p = [], z.softmax(dim=2) if c.router == "token" and c.gate != "sigmoid" else z.sigmoid()
@@ -581,7 +547,6 @@ def scores(c, depth, z):
                      "scores from 0 to 1": bars(torch.histc(asked, 20, 0, 1).tolist())})
     return rows
 
-
 def by_kind(ids, depths, n_rec):
     """Mean depth by kind of byte: rows of bytes, and the depth of each."""
     kinds = {}
@@ -592,22 +557,23 @@ def by_kind(ids, depths, n_rec):
              **{f"depth {r + 1}": d.count(r + 1) / len(d) for r in range(n_rec)}}
             for kind, d in sorted(kinds.items(), key=lambda item: statistics.fmean(item[1]))]
 
-
 def unrolled(model, idx):
     """Mean norms of hidden state, key and value in each unrolled layer; and their cosine to those of each
     layer up to it, the mean of the tokens that both have: the first decimal, - below -0.1, . for none."""
-    seen, written, turns = [], [], Counter()
+    seen, written, hooks = [], [], []
 
     def hook(block, args, y):
-        _, rows, layer = args
-        turns[layer] += 1
-        name = layer if isinstance(layer, str) else f"{turns[layer]}.{layer + 1}"
-        vectors = dict(zip(("hidden", "key", "value"), (y, *(written.pop()[2:] if written else ()))))
+        _, rows, (part, turn) = args
+        name = part if isinstance(part, str) else f"{turn + 1}.{part + 1}"
+        # Keys as they are before their rotation, which changes neither norms nor cosines at the same position.
+        vectors = [y, *(written.pop().chunk(2, dim=1) if written else ())]
         seen.append((name, len(rows.flat), {   # (B*T, width), NaN for tokens that have left
-            what: x.new_full((idx.numel(), x[0].numel()), math.nan).index_copy(0, rows.flat, x.flatten(1))
-            for what, x in vectors.items()}))
-    hooks = [block.register_forward_hook(hook) for block in [*model.first, *model.shared, *model.last]]
-    model.states(idx, torch.arange(idx.numel(), device=idx.device), True, None, 0.5, written=written)
+            what: x.new_full((idx.numel(), x.shape[1]), math.nan).index_copy(0, rows.flat, x)
+            for what, x in zip(("hidden", "key", "value"), vectors)}))
+    for block in [*model.first, *model.shared, *model.last]:
+        hooks.append(block.register_forward_hook(hook))
+        hooks.append(block.attn.kv_proj.register_forward_hook(lambda layer, args, y: written.append(y)))
+    model(idx, causal=True)
     rows = []
     for handle in hooks:
         handle.remove()
@@ -624,9 +590,7 @@ def unrolled(model, idx):
         rows.append(row)
     return rows
 
-
-# ------------------------------------------------------------------------------------------------------------
-# gpu
+# ---- gpu ---------------------------------------------------------------------------------------------------
 
 def attention_forms(bench, device):
     """Shared keys and values, forward and backward: queries back on the grid of all positions, against a
@@ -658,7 +622,6 @@ def attention_forms(bench, device):
                      "grid / masked": ratios(times["grid"], times["masked"])})
     return rows
 
-
 def precision(bench, device):
     """Losses of 20 steps, compiled in bfloat16 against uncompiled in float32, from the same weights."""
     source, losses = python_source.source("python", bench.data_dir), {}
@@ -672,7 +635,6 @@ def precision(bench, device):
     return [{"step": s, **{f"loss, {dtype}": values[s - 1] for dtype, values in losses.items()},
              "greatest gap of 20": gap} for s in (1, 10, 20)]
 
-
 def gpu(bench):
     """Checks of what this project takes for granted about a GPU."""
     device = train.pick_device(bench.device)
@@ -680,7 +642,6 @@ def gpu(bench):
         raise ValueError(f"--device={bench.device}: this part needs an NVIDIA GPU")
     table("Attention to shared keys and values, forward and backward", attention_forms(bench, device))
     table("The same training in two precisions", precision(bench, device))
-
 
 def main(argv):
     parts = {"cost": cost, "train": training, "generate": generation, "quality": quality, "look": look,
@@ -700,7 +661,6 @@ def main(argv):
         cost(BenchConfig(**{"model": "360m", **small}))
         for part, out_dir in ((training, ""), (generation, ""), (quality, given.get("out_dir", folder))):
             part(BenchConfig(**{**small, "out_dir": out_dir}))
-
 
 if __name__ == "__main__":
     train.guarded(main)

@@ -213,7 +213,7 @@ class MoR(nn.Module):
             loss = F.cross_entropy(logits.to(self.wide), targets.flatten(), ignore_index=-1)
             routing.add("lm", loss)
             for name, coef in self.router.coef.items() if self.router else []:
-                loss = loss + coef * routing.losses[name]
+                loss = loss + coef * routing.losses.get(name, 0.0)   # causal routing has no top-k to predict
         return logits.view(len(idx), -1, logits.shape[1]), loss, routing.finish(*idx.shape)
 
     def enter(self, idx, rows):   # tokens (N,) through the embedding and the first layer, (N, C)
@@ -960,3 +960,13 @@ def kv_bytes_per_token(config, mean_depth=None, itemsize=2):
     mean_depth = sum(shares(config)) if mean_depth is None else mean_depth
     entries = config.n_unshared + config.n_shared * (1 if config.cache == "shared" else mean_depth)
     return entries * 2 * config.n_kv_head * config.head_dim * itemsize
+
+def kv_reads_per_token(config, T, share=None):
+    """Entries of the cache that a token reads in all layers, the mean over a text of T tokens: each query reads
+    the row of its own recursion, up to its own entry. share: as in flops_per_token."""
+    c = config
+    reads = c.n_unshared * (T + 1) / 2   # the first token reads one entry, the last T
+    for s in share or shares(c):
+        row = T if c.cache == "shared" else s * T   # entries in the end
+        reads += c.n_shared * s * (row + 1) / 2
+    return reads

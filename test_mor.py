@@ -33,14 +33,13 @@ import train
 from data import fineweb_edu, python_source
 from data.shards import HEADER, Reader, read_tokens, val_batches, write_tokens
 from mor import (Engine, MoR, MoRConfig, PRESETS, Score, flops_per_token, generate, kv_bytes_per_token,
-                 n_params, pick, write)
+                 kv_reads_per_token, n_params, pick, write)
 
 torch.set_num_threads(1)   # tiny tensors: a second thread only waits
 ROOT = Path(__file__).resolve().parent
 TINY = dict(vocab_size=96, block_size=32, n_layer=8, n_head=4, n_kv_head=2, n_embd=32, n_ff=48)
 
-# ------------------------------------------------------------------------------------------------------------
-# Golden values
+# ---- Golden values -----------------------------------------------------------------------------------------
 #
 # data/golden.npz holds weights, inputs and outputs of tiny random models, computed in float64 with the
 # authors' released code (github.com/raymin0223/mixture_of_recursions, 884fa5a, with expert_choice_router.py
@@ -50,7 +49,6 @@ TINY = dict(vocab_size=96, block_size=32, n_layer=8, n_head=4, n_kv_head=2, n_em
 # joins their norms.
 
 GOLDEN = np.load(ROOT / "data" / "golden.npz")
-
 
 @pytest.mark.parametrize("case", sorted({key.split("/")[0] for key in GOLDEN}))
 def test_golden(case):
@@ -85,9 +83,7 @@ def test_golden(case):
                                     allow_unused=True, materialize_grads=True)
         close(torch.stack([g.norm() for g in grads]), expected)
 
-
-# ------------------------------------------------------------------------------------------------------------
-# The model against an oracle that loops over tokens in plain Python
+# ---- The model against an oracle that loops over tokens in plain Python ------------------------------------
 
 def build(seed=0, **options):
     """A tiny float64 model whose weights are large enough that every choice and every layer shows in the
@@ -101,10 +97,8 @@ def build(seed=0, **options):
             model.router.bias.copy_(torch.tensor([-0.2, 0.1, 0.1]))
     return model
 
-
 def ids(B, T, seed=0):
     return torch.randint(96, (B, T), generator=torch.Generator().manual_seed(seed))
-
 
 MODES = [dict(router=router, cache=cache, sharing=sharing)
          for router in ("expert", "token", "none") for cache in ("recursion", "shared")
@@ -118,10 +112,8 @@ VARIANTS = [dict(n_rec=1), dict(n_rec=1, cache="shared", sharing="cycle"), dict(
 name = lambda mode: "-".join(str(v) for v in mode.values()) or "default"
 every_mode = pytest.mark.parametrize("mode", MODES + VARIANTS, ids=name)
 
-
 def oracle_norm(x, w):
     return x / (x.pow(2).mean() + 1e-5).sqrt() * w
-
 
 def oracle_turn(x, t):
     D, x, i = len(x), x.clone(), torch.arange(len(x) // 2)
@@ -129,7 +121,6 @@ def oracle_turn(x, t):
     a, b = x[:D // 2].clone(), x[D // 2:].clone()
     x[:D // 2], x[D // 2:] = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
     return x
-
 
 def oracle_layer(c, block, where, h, written):
     """One layer for h, a dict: position -> vector. `written` keeps its keys and values under `where`."""
@@ -151,11 +142,9 @@ def oracle_layer(c, block, where, h, written):
         out[t] = x + block.mlp.down_proj.weight @ (gate * gate.sigmoid() * up)
     return out
 
-
 def oracle_score(router, x):
     x = router.layers[0].weight @ x
     return x if len(router.layers) == 1 else router.layers[1].weight @ F.gelu(x)
-
 
 def oracle(model, tokens, causal, max_depth=None, threshold=0.5):
     """Logits (T, V) and depths of one row. h, and whatever is made of it, is a dict: position -> vector."""
@@ -207,7 +196,6 @@ def oracle(model, tokens, causal, max_depth=None, threshold=0.5):
     logits = [model.wte.weight @ oracle_norm(h[t], model.norm.weight) for t in h]
     return torch.stack(logits), [depth[t] for t in h]
 
-
 @torch.no_grad()
 @pytest.mark.parametrize("mode", [m for m in MODES + VARIANTS if m.get("router_arch") != "random"], ids=name)
 @pytest.mark.parametrize("causal", [True, False])
@@ -218,7 +206,6 @@ def test_oracle(mode, causal):
     expected, depth = oracle(model, idx[1].tolist(), causal)
     torch.testing.assert_close(logits[1], expected, rtol=0, atol=1e-10)
     assert routing.depth[1].tolist() == depth
-
 
 @torch.no_grad()
 @pytest.mark.parametrize("mode", [dict(), dict(cache="shared"), dict(sampling="aux_router"),
@@ -233,9 +220,7 @@ def test_dials(mode):
         torch.testing.assert_close(logits[0], expected, rtol=0, atol=1e-10)
         assert routing.depth[0].tolist() == depth and max(depth) <= max_depth
 
-
-# ------------------------------------------------------------------------------------------------------------
-# What must hold of any routing
+# ---- What must hold of any routing -------------------------------------------------------------------------
 
 @torch.no_grad()
 @every_mode
@@ -249,7 +234,6 @@ def test_causal(mode):
     assert torch.equal(ra.depth[:, :11], rb.depth[:, :11])
     assert (a[:, 11:] - b[:, 11:]).abs().min(dim=2).values.max() > 1e-3
 
-
 @torch.no_grad()
 def test_topk_leaks():
     """Expert-choice as trained sees the future: the reason why generation needs a threshold."""
@@ -258,7 +242,6 @@ def test_topk_leaks():
     other[:, 11:] = ids(8, 5, seed=9)
     change = (model(idx, causal=False)[0] - model(other, causal=False)[0])[:, :11].abs().amax(dim=(1, 2))
     assert change.max() > 1e-2
-
 
 @torch.no_grad()
 @every_mode
@@ -271,7 +254,6 @@ def test_companions(mode):
         torch.testing.assert_close(alone[0], together[b], rtol=0, atol=1e-11)
         assert torch.equal(r.depth[0], routing.depth[b])
 
-
 @every_mode
 def test_gradients(mode):
     """Every parameter gets a gradient from the training loss."""
@@ -279,7 +261,6 @@ def test_gradients(mode):
     model(ids(2, 12), ids(2, 12, seed=1))[1].backward()
     missing = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 0]
     assert not missing
-
 
 @torch.no_grad()
 @every_mode
@@ -293,7 +274,6 @@ def test_rows_computed(mode, causal):
     if "sequence" in model.config.sharing:   # the first layer is the same one n_rec times in a row
         expected = [depth.numel()] * model.config.n_rec
     assert seen == [n for n in expected if n]
-
 
 @torch.no_grad()
 def test_capacities():
@@ -318,7 +298,6 @@ def test_capacities():
                     kept = [(routing.depth > r).sum(dim=1).tolist() for r in range(3)]
                     assert kept == [[kr, kr] for kr in k]
 
-
 def force(model, depth):
     """Router weights that send every token to `depth`: they read coordinate 0, which is made large."""
     expert = model.config.router == "expert"
@@ -328,7 +307,6 @@ def force(model, depth):
             weight = score.layers[0].weight.zero_()
             weight[0 if expert else depth - 1, 0] = 1.0 if r < depth else -1.0
     return model
-
 
 @pytest.mark.parametrize("router", ["expert", "token"])
 @pytest.mark.parametrize("cache", ["recursion", "shared"])
@@ -345,9 +323,7 @@ def test_nobody_deeper(router, cache):
     depth = model(idx)[2].depth.amax(dim=1)
     assert depth.min() < 3 == depth.max()
 
-
-# ------------------------------------------------------------------------------------------------------------
-# Routers
+# ---- Routers -----------------------------------------------------------------------------------------------
 
 def test_expert_losses():
     """The auxiliary loss and its accuracy at known logits: ln 2 at z = 0, small when the threshold is the
@@ -362,7 +338,6 @@ def test_expert_losses():
     assert routing.health["load"].tolist() == pytest.approx([1 / 3] * 3) and routing.health["mean_depth"] == 2
     z = routing.logits
     assert z[..., 0].isfinite().all() and z[..., 2].isnan().sum() == 2 * 4
-
 
 def test_token_losses():
     """Balance loss 1 when uniform, n_rec when collapsed; z-loss ln(n_rec)^2 at logits 0; MaxVio, entropy
@@ -381,7 +356,6 @@ def test_token_losses():
     model.router.update_bias(routing.health["load"])
     assert model.router.bias.tolist() == pytest.approx([0.001, -0.001, 0.001])
 
-
 def test_total_loss():
     """loss is lm plus each term by its coefficient."""
     for options, coef in [(dict(aux_coef=0.5, z_coef=0.25), dict(aux=0.5, z=0.25)), (dict(),
@@ -392,7 +366,6 @@ def test_total_loss():
         assert set(terms) == {"lm", *coef}
         total = terms["lm"] + sum(c * terms[n] for n, c in coef.items())
         assert loss.item() == pytest.approx(total.item(), rel=1e-12)
-
 
 @torch.no_grad()
 def test_random_routing():
@@ -407,7 +380,6 @@ def test_random_routing():
     assert not torch.equal(a, b) and kept == [[900] * 2, [600] * 2, [300] * 2]
     load = model(idx, causal=True)[2].health["load"].tolist()
     assert load == pytest.approx([1 / 3] * 3, abs=0.05)
-
 
 @torch.no_grad()
 @pytest.mark.parametrize("router", ["expert", "token", "none"])
@@ -427,7 +399,6 @@ def test_half_precision(router):
     assert logits.dtype == torch.bfloat16 and loss.dtype == routing.logits.dtype == torch.float32
     for model in (model, build(router_arch="random").bfloat16()):
         assert [len(r.tokens) for r in generate(model, [[1, 2, 3], [4]], 6)] == [6, 6]
-
 
 def test_config_errors():
     """Impossible models raise one sentence with the field, its value and what to do."""
@@ -451,9 +422,7 @@ def test_config_errors():
         build(router="none", sharing="sequence")(ids(1, 4), max_depth=1)
     MoRConfig(n_rec=1, sharing="sequence"), MoRConfig(router="none", sharing="middle_sequence")
 
-
-# ------------------------------------------------------------------------------------------------------------
-# Sharing and costs
+# ---- Sharing and costs -------------------------------------------------------------------------------------
 
 def test_weights_stay_shared(tmp_path):
     """One block, however often it is applied: after a step, save, load, copy to another dtype, and
@@ -476,7 +445,6 @@ def test_weights_stay_shared(tmp_path):
         torch.testing.assert_close(logits, model.eval()(ids(1, 8))[0])
     assert sum(p.numel() for p in build(n_rec=1).parameters()) > count
 
-
 def test_parameters():
     """The paper's counts (Table 3 and 6) for every preset, and the formula equals the model."""
     plain = lambda preset, n_rec: MoRConfig(**PRESETS[preset], n_rec=n_rec, router="none")
@@ -491,7 +459,6 @@ def test_parameters():
         model = build(**mode)
         assert sum(p.numel() for p in model.parameters()) == n_params(model.config)
 
-
 def test_paper_flops():
     """The paper's accounting, from which its step counts follow (MFLOPs per token at T=2048)."""
     for options, mega in [(dict(n_rec=1), 833.6), (dict(n_rec=2), 623.5), (dict(n_rec=3), 555.6),
@@ -499,7 +466,6 @@ def test_paper_flops():
                           (dict(n_rec=3, router="none"), 833.6)]:
         flops = flops_per_token(MoRConfig(**PRESETS["360m"], **options), 2048, paper=True)
         assert flops / 1e6 == pytest.approx(mega, abs=0.05)
-
 
 @pytest.mark.parametrize("mode", [m for m in MODES + VARIANTS if m.get("router") != "token"], ids=name)
 def test_flops(mode):
@@ -516,7 +482,6 @@ def test_flops(mode):
         model(ids(2, 24), causal=False)
     assert counter.get_total_flops() == pytest.approx(2 * 24 * flops_per_token(model.config, 24), rel=1e-9)
 
-
 def test_kv_bytes():
     """The paper's cache sizes (Table 2): (n_rec + 1) / 2 n_rec of vanilla, or 1 / n_rec, apart from the two
     full layers."""
@@ -528,7 +493,6 @@ def test_kv_bytes():
         assert kv_bytes_per_token(replace(c, cache="shared")) / vanilla == pytest.approx(1 / n_rec)
     ratio = kv_bytes_per_token(MoRConfig(n_rec=3)) / kv_bytes_per_token(MoRConfig(n_rec=1))
     assert ratio == pytest.approx(0.688, abs=1e-3)
-
 
 def test_compile():
     """The expert-choice training step is one graph without a break, and a capacity warm-up makes at most
@@ -552,7 +516,6 @@ def test_compile():
         torch.testing.assert_close(loss, expected[1])
         assert torch.equal(routing.depth, expected[2].depth)
 
-
 class Operations(TorchDispatchMode):
     """Names of the operations that run."""
     def __init__(self):
@@ -562,7 +525,6 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, f, types, args=(), kwargs=None):
         self.names.add(f.name().split("::")[1].split(".")[0])
         return f(*args, **(kwargs or {}))
-
 
 @pytest.mark.parametrize("mode", [dict(n_rec=1), {}, dict(cache="shared"), dict(router="token"),
                                   dict(router="token", cache="shared")], ids=name)
@@ -582,9 +544,7 @@ def test_attention_kernels(mode):
     fused = {f"_scaled_dot_product_{kernel}{way}" for kernel in kernels for way in ("", "_backward")}
     assert attention <= fused and any(n.endswith("backward") for n in attention)
 
-
-# ------------------------------------------------------------------------------------------------------------
-# Generation
+# ---- Generation --------------------------------------------------------------------------------------------
 
 def test_pick():
     """Sampling follows the probabilities, never leaves the top k, and any number in [0, 1) gives a token."""
@@ -600,7 +560,6 @@ def test_pick():
     masked = torch.tensor([[-math.inf, 0.1, 0.3, -math.inf]]).expand(3, -1)
     assert pick(masked, edge).tolist() == [1, 2, 2]
 
-
 DIALS = [dict(max_depth=1), dict(max_depth=2), dict(threshold=0.3), dict(threshold=0.7)]
 ROUTED = [dict(), dict(cache="shared"), dict(router="token"), dict(router="token", cache="shared"),
           dict(sampling="aux_router"), dict(gate="tanh"), dict(router_arch="mlp", cache="shared")]
@@ -609,10 +568,8 @@ with_dials = pytest.mark.parametrize(
     [(dict(router="none"), DIALS[1])], ids=lambda option: name(option))
 close = partial(torch.testing.assert_close, rtol=0, atol=1e-10, equal_nan=True)
 
-
 def random_prompts(*lengths):
     return [ids(1, T, seed=T)[0].tolist() for T in lengths]
-
 
 def written(model, prompt, n, **options):
     """What `write` makes of a prompt, as a request: tokens, depths, logits of the router, and `heads`, those of
@@ -623,7 +580,6 @@ def written(model, prompt, n, **options):
     return SimpleNamespace(prompt=prompt, tokens=list(tokens), depths=list(depths),
                            logits=[routing.logits[0, -1].tolist() for _, _, routing in said],
                            heads=torch.stack([logits[0, -1] for logits, _, _ in said]))
-
 
 def serve(engine, prompts, n, seed=0):
     """The requests, served, with `heads`."""
@@ -647,12 +603,10 @@ def serve(engine, prompts, n, seed=0):
         request.heads = torch.stack(heads[id(request)])
     return requests
 
-
 def assert_same(a, b):
     assert (a.tokens, a.depths) == (b.tokens, b.depths)
     close(a.heads, b.heads)
     close(torch.tensor(a.logits).double(), torch.tensor(b.logits).double())
-
 
 @torch.no_grad()
 def uncached(model, text, **dials):
@@ -662,7 +616,6 @@ def uncached(model, text, **dials):
     return SimpleNamespace(tokens=logits[0, new].argmax(dim=1).tolist(), depths=routing.depth[0, new].tolist(),
                            heads=logits[0, new], logits=routing.logits[0, new].tolist())
 
-
 @with_dials
 def test_write(mode, dials):
     """One text, a token at a time, is what the forward without a cache says: logits, tokens, depths, logits of
@@ -671,7 +624,6 @@ def test_write(mode, dials):
     for prompt in random_prompts(1, 5, 17):
         text = written(model, prompt, 7, temperature=0, **dials)
         assert_same(text, uncached(model, text, **dials))
-
 
 @with_dials
 def test_engine(mode, dials):
@@ -686,7 +638,6 @@ def test_engine(mode, dials):
     for text in serve(Engine(model, slots=2, temperature=0, **dials), random_prompts(1, 5, 17), 7):
         assert_same(text, uncached(model, text, **dials))
         assert_same(text, written(model, text.prompt, 7, temperature=0, **dials))
-
 
 @pytest.mark.parametrize("mode, temperature", [(ROUTED[0], 0), *((mode, 0.9) for mode in ROUTED[1:4]),
                                                (dict(n_rec=1), 0.9), (dict(n_rec=4), 0.9)], ids=str)
@@ -709,7 +660,6 @@ def test_independent(mode, temperature, call, monkeypatch):
             for one, other in zip(alone, serve(engine, prompts, 7)):
                 assert_same(one, other)
 
-
 def test_many_slots():
     """Rows that happen to be at equal distances share a call: any subset of many slots, at any depths."""
     for mode in (ROUTED[0], ROUTED[3]):
@@ -717,7 +667,6 @@ def test_many_slots():
         texts = serve(Engine(model, slots=11, patience=0.3), prompts, 9, seed=5)
         for i, text in enumerate(texts):
             assert_same(text, written(model, text.prompt, 9, seed=5 + i))
-
 
 def test_past():
     """`past` is filled by one prompt and then by single tokens; anything else is refused, and changes nothing."""
@@ -741,7 +690,6 @@ def test_past():
             list(write(model, prompt, n))
     assert len(list(write(model, [1] * 30, 99))) == 3 and not list(write(model, [1], 0))
 
-
 def test_full_rows():
     """A row that is full ends its text with "length", and nothing before it is lost; a prompt too long for a row
     is refused; block_size is the limit otherwise."""
@@ -761,7 +709,6 @@ def test_full_rows():
     for engine, T in ((Engine(model, 1, entries=[9, 9, 6]), 7), (Engine(model, 1, max_len=5), 6)):
         with pytest.raises(ValueError, match=f"a prompt of {T} tokens does not fit"):
             engine.submit(ids(1, T)[0].tolist(), 1)
-
 
 @pytest.mark.parametrize("cache", ["recursion", "shared"])
 @pytest.mark.parametrize("router", ["expert", "token"])
@@ -801,7 +748,6 @@ def test_entries(router, cache, call, monkeypatch):
     assert (computed, projected, read) == (expected_rows, expected_entries, expected_reads)
     assert held == expected_entries
 
-
 def test_stop():
     """The stop token ends a text at once: nothing is computed for it, and its slot goes on with the next."""
     model, prompts = build(), random_prompts(5, 17)
@@ -813,7 +759,6 @@ def test_stop():
     assert request.reason == "stop" and request.tokens == one.tokens[:first]
     assert after.tokens == two.tokens[:len(after.tokens)]
     assert engine.counts["block_rows"] == sum(request.depths) + sum(after.depths)
-
 
 @pytest.mark.parametrize("router", ["expert", "token"])
 @pytest.mark.parametrize("cache", ["recursion", "shared"])
@@ -828,7 +773,6 @@ def test_forced_depths(router, cache):
         used = [10] * depth + [0] * (3 - depth) if cache == "recursion" else [10]
         assert engine.caches["block"].used == [used] * 4 and engine.caches["head"].used == [[10]] * 4
 
-
 def test_patience():
     """The head waits until a share of the texts in flight want it: fewer calls for as many tokens."""
     calls = []
@@ -837,7 +781,6 @@ def test_patience():
         assert sum(len(r.tokens) for r in serve(engine, [[i] for i in range(8)], 20)) == 160
         calls.append(engine.counts["head_calls"])
     assert calls[0] > calls[1] > calls[2] == 20
-
 
 def test_no_copies(monkeypatch):
     """Long rows are views: a step makes nothing as large as the keys that it reads. It waits for the device
@@ -863,7 +806,6 @@ def test_no_copies(monkeypatch):
         for _ in range(60):
             engine.step()
     assert max(sizes) < 4 * 60 * 32 * 8 / 2 and len(sizes) > 1000 and len(reads) <= 3 * 60
-
 
 def test_generate_edges():
     """What people ask for: nothing, one token, more texts than slots, every id, likeliest, impossible."""
@@ -894,7 +836,6 @@ def test_generate_edges():
         with pytest.raises(ValueError, match="entries="):
             Engine(model, entries=entries)
 
-
 @pytest.mark.parametrize("mode", [ROUTED[0], ROUTED[3], ROUTED[1], dict(router="none", sharing="cycle")], ids=name)
 def test_compiled_calls(mode, monkeypatch):
     """Compiled, a whole generation needs one graph for each of the three calls, and gives the same text."""
@@ -910,14 +851,11 @@ def test_compiled_calls(mode, monkeypatch):
         assert_same(*pair)
     assert len(graphs) == 3
 
-
-# ------------------------------------------------------------------------------------------------------------
-# train.py: options, schedule, checkpoints
+# ---- train.py: options, schedule, checkpoints --------------------------------------------------------------
 
 SMALL = ["--block_size=32", "--n_layer=5", "--n_embd=32", "--n_head=2", "--n_kv_head=1", "--n_ff=48",
          "--batch_size=2", "--eval_rows=4", "--log_interval=5", "--device=cpu", "--dtype=float32"]
 SMALLER = ["--n_embd=8", "--n_head=1"]   # for a vocabulary of 50304
-
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
@@ -925,13 +863,11 @@ def text(tmp_path_factory):
     path.write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(3000)))
     return path
 
-
 @pytest.fixture
 def go(tmp_path, text, monkeypatch):
     """Run train.main in tmp_path with small sizes and the options given."""
     monkeypatch.chdir(tmp_path)
     return lambda *options: train.main([f"--data={text}", "--data_dir=data", *SMALL, *options])
-
 
 def refusal(main, argv, capsys):
     """The one line with which a command refuses argv."""
@@ -943,14 +879,11 @@ def refusal(main, argv, capsys):
     assert stop.value.code == 2 and err.count("\n") == 1 and "Traceback" not in err
     return err
 
-
 def weights(path):
     return torch.load(path, weights_only=True)["model"]
 
-
 def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
 
 def test_parse():
     """What people type: with = or a space, 1e3 for a whole number, any case for a bool; only what was given
@@ -965,7 +898,6 @@ def test_parse():
     assert {f.name for f in fields(MoRConfig)} & {f.name for f in fields(train.TrainConfig)} == set()
     for preset in PRESETS.values():
         MoRConfig(**preset)
-
 
 @pytest.mark.parametrize("option, words", [
     ("--n_recs=3", "did you mean --n_rec?"), ("--n_rec=2.5", "'2.5' is not a whole number"),
@@ -990,7 +922,6 @@ def test_bad_input(option, words, tmp_path, monkeypatch, capsys):
     assert words in refusal(train.main, argv, capsys)
     assert not list(tmp_path.rglob("ckpt.pt"))
 
-
 def test_help(capsys):
     """--help shows every option with its comment and default."""
     with pytest.raises(SystemExit) as stop:
@@ -999,7 +930,6 @@ def test_help(capsys):
     n = len(fields(MoRConfig)) + len(fields(train.TrainConfig))
     assert stop.value.code == 0 and out.count("(default:") == n
     assert "last 20 % of the steps" in " ".join(out.split())
-
 
 def test_schedule():
     """wsd: linear up, flat, linear down over the last fifth; cosine: from the peak to a tenth of it."""
@@ -1015,7 +945,6 @@ def test_schedule():
             c = train.settle(given, None)[1]
             assert all(0 < train.lr_at(s, c) <= 1 for s in range(steps))
 
-
 @pytest.mark.parametrize("options", [
     ["--router_arch=random"], ["--router=token", "--balance=loss_free"],
     ["--sampling=aux_router", "--batch_tokens=128", "--capacity_warmup=15"]], ids="".join)
@@ -1026,7 +955,6 @@ def test_resume(go, options):
     a, b = (torch.load(f"{d}/ckpt.pt", weights_only=True) for d in ("whole", "half"))
     assert a["step"] == b["step"] == 20 and same(a["model"], b["model"]) and a["reader"] == b["reader"]
     assert torch.equal(a["rng"], b["rng"]) and not same(a["model"], weights("whole/step_10.pt"))
-
 
 def test_branch(go, capsys):
     """A plateau checkpoint resumed with a smaller max_steps cools down; what contradicts the checkpoint is
@@ -1057,7 +985,6 @@ def test_branch(go, capsys):
     go("--resume=long", "--max_steps=22")
     assert torch.load("long/ckpt.pt", weights_only=True)["step"] == 22
 
-
 def test_interrupt(go, monkeypatch, capsys):
     """Ctrl-C finishes the step and saves; a run shorter than the evaluation interval saves; going on is
     exact."""
@@ -1074,7 +1001,6 @@ def test_interrupt(go, monkeypatch, capsys):
     assert torch.load("out/ckpt.pt", weights_only=True)["step"] == 7
     assert go("--resume=out") == 0 and same(weights("whole/ckpt.pt"), weights("out/ckpt.pt"))
 
-
 def test_interrupted_wait(hub, go, capsys, monkeypatch):
     """Ctrl-C while a shard is on its way ends the wait, and the steps so far are saved."""
     hub.faults = ["", "", "stall"]
@@ -1089,7 +1015,6 @@ def test_interrupted_wait(hub, go, capsys, monkeypatch):
         go("--data=fineweb_edu", "--max_steps=9", *SMALLER)
     assert "saved out/ckpt.pt at step 5" in capsys.readouterr().out
     assert torch.load("out/ckpt.pt", weights_only=True)["reader"] == dict(epoch=0, shard=0, window=10)
-
 
 def test_killed_while_saving(go):
     """kill -9, or a full disk, in the middle of a save leaves the last checkpoint as it was."""
@@ -1113,7 +1038,6 @@ def test_killed_while_saving(go):
     go("--resume=out", "--max_steps=7")
     assert torch.load("out/ckpt.pt", weights_only=True)["step"] == 7
 
-
 def test_accumulation(go):
     """One batch of 8 and four of 2 make the same step, the auxiliary loss included."""
     configs = []
@@ -1127,7 +1051,6 @@ def test_accumulation(go):
     assert configs[0]["reader"] == configs[1]["reader"]
     for i in a:
         torch.testing.assert_close(a[i]["exp_avg"], b[i]["exp_avg"], rtol=1e-4, atol=1e-7)
-
 
 def test_processes(go, text):
     """Two processes, and one with twice the batch, make the same steps; one of the two writes."""
@@ -1154,7 +1077,6 @@ def test_processes(go, text):
         for x, y in zip(a, b):   # loss, norm, load, agreement: over all rows of the step
             for key in x.keys() - {"tokens_per_s", "dead", "max_vio", "entropy"}:
                 assert x[key] == pytest.approx(y[key], rel=1e-4, abs=1e-5), key
-
 
 def test_recipe(monkeypatch):
     """The paper's numbers of steps at 16.5e18 FLOPs follow from --flops; 10B tokens are the default of its
@@ -1186,7 +1108,6 @@ def test_recipe(monkeypatch):
         assert (tc.model, tc.dtype, tc.compile, tc.batch_size) == (model, "bfloat16", True, rows)
     assert not settle("--device=cuda", "--router=token").compile
 
-
 def test_log_and_learning(go, capsys):
     """The loss falls in every mode; the log line and log.jsonl carry loss, rate, speed and the router's
     health."""
@@ -1206,9 +1127,7 @@ def test_log_and_learning(go, capsys):
         assert losses[-1] < losses[0] - 1 and len(evals) == 2 and evals[-1]["val_causal"] < 4
         assert records[0]["vocab_size"] == 257 and math.isfinite(evals[-1]["val_mean_depth"])
 
-
-# ------------------------------------------------------------------------------------------------------------
-# data/: one format, one reader
+# ---- data/: one format, one reader -------------------------------------------------------------------------
 
 def shard_files(folder, lengths):
     """Shards whose tokens count on from 0 over all of them."""
@@ -1217,7 +1136,6 @@ def shard_files(folder, lengths):
         write_tokens(folder / f"{i}.bin", [np.arange(start, start + n, dtype=np.uint16)])
         start, paths = start + n, [*paths, folder / f"{i}.bin"]
     return lambda i: paths[i] if i < len(paths) else None
-
 
 @pytest.mark.parametrize("lengths", [[8], [9], [10], [17], [5, 9, 30], [3, 0, 4, 12], [40]])
 def test_reader(lengths, tmp_path):
@@ -1247,14 +1165,12 @@ def test_reader(lengths, tmp_path):
         assert torch.equal(rows, next(again)[0]) and torch.equal(rows, torch.cat([next(r)[0] for r in ranks]))
         assert reader.state == ranks[0].state == ranks[1].state
 
-
 def test_reader_order(tmp_path):
     """Windows come in an order that the seed and the epoch decide."""
     first = lambda seed, n: [next(r)[0][0, 0].item() for r in [Reader(shards, 1, 4, seed)] for _ in range(n)]
     shards = shard_files(tmp_path, [401])
     a = first(1, 200)
     assert a == first(1, 200) and a != first(2, 200) and a[:100] != a[100:] and a[:100] != sorted(a[:100])
-
 
 def test_token_files(tmp_path):
     """What is not a whole token file is refused; large ids survive uint16; too little text says so."""
@@ -1274,7 +1190,6 @@ def test_token_files(tmp_path):
         with pytest.raises(ValueError, match="--block_size"):
             use()
 
-
 def test_val_batches(tmp_path):
     """The same windows every time, spread over the whole file, each once, the last batch as short as it must
     be."""
@@ -1283,7 +1198,6 @@ def test_val_batches(tmp_path):
     firsts = torch.cat([x[:, 0] for x, _ in batches]).tolist()
     assert len(firsts) == 32 and firsts[0] == 0 and firsts[-1] == 990 and len(set(firsts)) == 32
     assert [len(x) for x, _ in val_batches(tmp_path / "v.bin", 64, 10, 256, torch.device("cpu"))] == [64, 36]
-
 
 def test_bytes(tmp_path):
     """Any bytes make the round trip; the split goes by name; other text gets another folder."""
@@ -1304,7 +1218,6 @@ def test_bytes(tmp_path):
     single = python_source.source(str(folder / "deep" / "01.txt"), tmp_path / "data")
     assert [len(read_tokens(p)) for p in (single.train(0), single.val)] == [48, 4]
 
-
 def test_python_source(tmp_path):
     """The default data: about 10 MB of the standard library, the same split every time."""
     source = python_source.source("python", tmp_path)
@@ -1314,9 +1227,7 @@ def test_python_source(tmp_path):
     built = source.val.stat().st_mtime_ns
     assert python_source.source("python", tmp_path).val.stat().st_mtime_ns == built
 
-
-# ------------------------------------------------------------------------------------------------------------
-# data/: FineWeb-Edu, from a server on the loopback that can misbehave
+# ---- data/: FineWeb-Edu, from a server on the loopback that can misbehave ----------------------------------
 
 class Hub(BaseHTTPRequestHandler):
     """Serves `server.files`, bytes by name. The first of `server.faults` is what goes wrong with this answer,
@@ -1370,13 +1281,11 @@ class Hub(BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
 
-
 def token_bytes(n, start=0, magic=20240520, count=None):
     """A token file whose ids count on from start."""
     header = np.zeros(256, dtype="<i4")
     header[:3] = magic, 1, n if count is None else count
     return header.tobytes() + (np.arange(start, start + n) % 50257).astype("<u2").tobytes()
-
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
@@ -1399,7 +1308,6 @@ def hub(monkeypatch, tmp_path):
     server.shutdown()
     server.server_close()
 
-
 FAULTS = [([], []), (["unranged"], []), (["cut"], [1]), (["cut", "unranged"], [1]), (["shifted"], [1]),
           (["cut", "shifted"], [1, 2]), (["cut"] * 5, None), (["cut", "416"], [1, 2]), (["416"], [1]),
           (["429"], [7]), (["503"] * 3, [1, 2, 4]), (["429", "503", "cut", "500", "redirect"], None),
@@ -1407,7 +1315,6 @@ FAULTS = [([], []), (["unranged"], []), (["cut"], [1]), (["cut", "unranged"], [1
           (["unranged unnamed"], []), (["piece"], [1]), (["piece"] * 3, None),
           (["starred"], []), (["starred cut"], [1]), (["unranged endless"], []), (["unranged packed"], []),
           (["unranged endless cut"], [1]), (["429", "cut", "piece", "unranged"], [7, 1, 1])]
-
 
 @pytest.mark.parametrize("limit", [None, 2500])
 @pytest.mark.parametrize("faults, slept", FAULTS, ids=lambda v: "-".join(map(str, v or [])))
@@ -1424,7 +1331,6 @@ def test_fetch(faults, slept, limit, hub, tmp_path):
         assert hub.seen[1][1] == f"bytes={sent}-" + (f"{HEADER + 2 * limit - 1}" if limit else "")
     n = len(hub.seen)
     assert fineweb_edu.Fetch(f"{hub.url}/a.bin", path, limit).wait() == path and len(hub.seen) == n
-
 
 @pytest.mark.parametrize("content, faults, words", [
     (token_bytes(500), ["html"], ["no shard", "<!DOCTYPE"]),
@@ -1449,7 +1355,6 @@ def test_fetch_refused(content, faults, words, limit, hub, tmp_path):
     hub.files["a.bin"], hub.faults = token_bytes(500), []
     path = fineweb_edu.Fetch(f"{hub.url}/a.bin", tmp_path / "a.bin", limit).wait()
     assert len(read_tokens(path)) == (limit or 500)
-
 
 def test_fetch_parts(hub, tmp_path, monkeypatch):
     """Parts that an earlier run left: of the same file, complete, too long, of another version, no shard."""
@@ -1482,7 +1387,6 @@ def test_fetch_parts(hub, tmp_path, monkeypatch):
         with pytest.raises(OSError, match="cannot be written .*another --data_dir"):
             fineweb_edu.Fetch(url, folder / "a.bin").wait()
 
-
 def test_fetch_killed(hub, tmp_path):
     """kill -9 half way, and another run: it asks for the rest only. Two runs at once do not mix their
     bytes."""
@@ -1502,7 +1406,6 @@ def test_fetch_killed(hub, tmp_path):
     assert hub.seen[2][1] == f"bytes={len(token_bytes(900_000)) * 2 // 5 // 2**16 * 2**16}-"
     hub.stalled.set()
 
-
 def test_disk_full(hub, go, capsys):
     """A disk that is full ends in one line, and the last step is saved."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -1519,7 +1422,6 @@ def test_disk_full(hub, go, capsys):
         assert train.Run.saved == [5]
     hub.faults, _ = ["404"], capsys.readouterr()
     assert "status 404" in refusal(lambda argv: go("--data=fineweb_edu_10b", "--out_dir=a"), [], capsys)
-
 
 def test_streaming(hub, go, capsys, monkeypatch):
     """Three shards. A run that is killed in the second, resumed in an empty folder, left without the third
@@ -1556,7 +1458,6 @@ def test_streaming(hub, go, capsys, monkeypatch):
     kept = [p.name[-5] for p in (Path("again") / folder.name).glob("*train*")]
     assert kept == ["3"]   # of the second epoch, and none ahead
     assert "tiktoken" not in sys.modules
-
 
 def test_shards_ahead(hub, tmp_path, capsys, monkeypatch):
     """The next shard is fetched meanwhile, and waited for with a bar; what failed then is tried again."""
@@ -1604,9 +1505,7 @@ def test_shards_ahead(hub, tmp_path, capsys, monkeypatch):
     with pytest.raises(ValueError, match="damaged.*delete it"):
         source.train(1)
 
-
-# ------------------------------------------------------------------------------------------------------------
-# sample.py
+# ---- sample.py ---------------------------------------------------------------------------------------------
 
 def test_sample(go, capsys, monkeypatch):
     """Text, depths and a legend; repeatable by seed; prompts of any bytes; bad input in one line."""
@@ -1659,7 +1558,6 @@ def test_sample(go, capsys, monkeypatch):
                           ("--out_dir=no", "no")]:
         assert words in refusal(sample.main, [option], capsys)
 
-
 def test_gpt2_text(go, capsys, monkeypatch, hub):
     """A checkpoint says how its ids become text: here by tiktoken, with a vocabulary of bytes and of pairs
     that begin with a space; padded ids are not drawn. Where tiktoken has no vocabulary, a line says so."""
@@ -1687,9 +1585,7 @@ def test_gpt2_text(go, capsys, monkeypatch, hub):
         assert sample.main(options) == 0
         assert " of 2 over " in capsys.readouterr().out
 
-
-# ------------------------------------------------------------------------------------------------------------
-# bench.py
+# ---- bench.py ----------------------------------------------------------------------------------------------
 
 def measured(capsys, argv):
     """The rows of the tables that bench.py prints."""
@@ -1699,21 +1595,23 @@ def measured(capsys, argv):
     assert len(rows) == sum(line.startswith("| ") - 2 * line.startswith("| -") for line in out)
     return rows
 
-
 @pytest.fixture
 def small(tmp_path, monkeypatch):
     """A smaller size called tiny, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(PRESETS, "tiny", dict(PRESETS["tiny"], n_embd=48, n_ff=64, block_size=32))
 
-
 def test_bench_cost(monkeypatch, capsys):
-    """The paper's parameters, tokens (rounded up in its Table 3), ratios; and what a log holds, counted."""
+    """The paper's parameters, tokens (rounded up in its Table 3), ratios; and what caches hold, counted."""
     for options in (dict(n_rec=1), dict(), dict(cache="shared"), dict(n_rec=4, router="token")):
         config = MoRConfig(**{**PRESETS["tiny"], **options})
-        depth, counted = bench.count_kv(config)
-        assert counted == pytest.approx(kv_bytes_per_token(config, depth), rel=1e-6)
-    monkeypatch.setattr(bench, "count_kv", lambda c: (1.0, 0.0))
+        share, kept, read = bench.count_kv(config)
+        assert kept == pytest.approx(kv_bytes_per_token(config, sum(share)), rel=1e-6)
+        # With a shared cache a query reads as many entries as there are tokens before it: only on average T / 2.
+        off = 0.1 if config.cache == "shared" else 1e-6
+        assert read == pytest.approx(kv_reads_per_token(config, bench.COUNTED, share), rel=off)
+        assert config.n_rec == 1 or 1 < sum(share) < config.n_rec
+    monkeypatch.setattr(bench, "count_kv", lambda c: ([1.0], 0.0, 0.0))
     rows = measured(capsys, ["cost"])
     known = [row for row in rows if row.get("paper")]
     assert len(known) == len(bench.TABLE_3)
@@ -1729,7 +1627,6 @@ def test_bench_cost(monkeypatch, capsys):
         assert ratios[n, "shared"]["KV read"] == 1
     assert ratios[3, "recursion"]["KV memory, model"] == pytest.approx(22 / 32)
     assert ratios[3, "recursion"]["attention FLOPs"] == pytest.approx((1 + 4 / 9 + 1 / 9) / 3)
-
 
 def test_bench_train(small, capsys):
     """Every variant is measured beside a plain Transformer of its depth."""
@@ -1751,7 +1648,6 @@ def test_bench_train(small, capsys):
             (["train", "--batch_size=1e30"], "out of memory"), (["quality", "--out_dir=x.bin"], "exists")]:
         assert words in refusal(bench.main, argv, capsys)
 
-
 def test_bench_generate(small, monkeypatch, capsys):
     """As many slots, then as much memory; what is timed is held to the forward without a cache."""
     monkeypatch.setattr(bench, "GROWTH", [(8, 2), (16, 3)])
@@ -1772,11 +1668,10 @@ def test_bench_generate(small, monkeypatch, capsys):
         replace(text, tokens=[(t + 1) % 257 for t in text.tokens]) for text in wrong(*args, **rest)])
     assert "would write only" in refusal(bench.main, options, capsys)
 
-
 def test_bench_quality(small, text, monkeypatch, capsys):
     """Trains what the table says, with equal tokens or FLOPs."""
     trainings = bench.study(bench.BenchConfig(max_steps=400))
-    assert len(trainings) == 17
+    assert len(trainings) == 18
     for name, options in trainings.items():
         given = train.parse(options.split(), "", MoRConfig, train.TrainConfig)
         config, tc = train.settle(given, None)
@@ -1807,7 +1702,6 @@ def test_bench_quality(small, text, monkeypatch, capsys):
     assert [row["threshold"] for row in rows[9:14]] == [0.1, 0.3, 0.5, 0.7, 0.9]
     assert float(rows[9]["mean depth"]) >= float(rows[13]["mean depth"])
 
-
 def test_bench_trained(tmp_path, monkeypatch):
     """A training is started, gone on with, or only read, as its folder says; and its failure is told."""
     out, commands = tmp_path / "plain", []
@@ -1830,7 +1724,6 @@ def test_bench_trained(tmp_path, monkeypatch):
     assert commands == [start, [*start, f"--resume={out}"], [*start, f"--resume={out}"]]
     with pytest.raises(ValueError, match="holds another run"):
         bench.trained(["--x=2"], out, "1")
-
 
 def test_bench_look():
     """Kinds of bytes, and the norms and cosines of unrolled layers."""

@@ -77,9 +77,7 @@ class TrainConfig:
                 f"rows of {block_size} tokens on {world} device(s)")
         return max(1, self.batch_tokens // tokens)
 
-
-# ------------------------------------------------------------------------------------------------------------
-# Training
+# ---- Training ----------------------------------------------------------------------------------------------
 
 def lr_at(step, config):
     """Learning rate of a step (from 0): wsd is the paper's trapezoid, cosine ends at a tenth of the peak."""
@@ -90,7 +88,6 @@ def lr_at(step, config):
     progress = max(0, step - warmup) / max(1, config.max_steps - warmup)
     return config.learning_rate * min(up, 0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
-
 def capacity_at(step, config, warmup):
     """Tokens of a row that each recursion keeps at a step (from 0) of a capacity warm-up, which the paper's
     appendix tried: it starts with all T and comes down on a cosine, in steps of T/16, so that compiled code
@@ -99,7 +96,6 @@ def capacity_at(step, config, warmup):
     T, extra = config.block_size, 0.5 * (1 + math.cos(math.pi * min(1.0, (step + 1) / max(1, warmup))))
     unit = max(1, T // 16)
     return tuple(min(T, k + math.ceil((T - k) * extra / unit) * unit) for k in config.capacity(T))
-
 
 def make_optimizer(model, config):
     """AdamW with weight decay on matrices only; `scale` is a group's share of the learning rate.
@@ -112,7 +108,6 @@ def make_optimizer(model, config):
         groups.setdefault(key, []).append(p)
     groups = [dict(key, params=params) for key, params in groups.items()]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
-
 
 class Run:
     """One training run: model, optimizer, data and step, all that a checkpoint holds."""
@@ -196,7 +191,6 @@ class Run:
         self.step += 1
         return numbers
 
-
 def train(run, log):
     """Step until max_steps or Ctrl-C; log, evaluate (each process on all rows) and save on the way."""
     tc, stop, halt, losses, clock = run.tc, [], False, [], time.perf_counter()
@@ -248,7 +242,6 @@ def train(run, log):
     for signum, handler in before.items():
         signal.signal(signum, handler)
 
-
 @torch.no_grad()
 def evaluate(model, batches, dtype):
     """Means over the rows: the loss as generation routes (causal), for expert-choice the loss as training
@@ -269,9 +262,7 @@ def evaluate(model, batches, dtype):
     sums["dead"] = 1 - alive.float().mean()
     return {name: value.tolist() for name, value in sums.items()}
 
-
-# ------------------------------------------------------------------------------------------------------------
-# What a log line says of router and GPU
+# ---- What a log line says of router and GPU ----------------------------------------------------------------
 
 def pulse(numbers):
     """The GPU's and the router's part of a log line. A collapse to one depth, or a threshold unlike the
@@ -288,11 +279,9 @@ def pulse(numbers):
         words.append(f"dead {100 * numbers['dead']:.0f}%")
     return " | ".join(words)
 
-
 # Dense bfloat16 FLOP/s of GPUs by name, from their data sheets.
 PEAK = {"NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H200": 989.4e12,
         "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA GeForce RTX 4090": 165.2e12}
-
 
 def mfu(run, tokens_per_s):
     """Share of the GPU's peak in use, by flops_per_token and twice that backward; None if not known."""
@@ -300,16 +289,13 @@ def mfu(run, tokens_per_s):
     cost = 3 * flops_per_token(run.config, run.config.block_size)
     return peak and cost * tokens_per_s / (peak * run.world)
 
-
 def gpu_numbers(run, tokens_per_s):
     """What a log line says of a GPU: its memory at most, and mfu."""
     if run.device.type != "cuda":
         return {}
     return {"peak_gb": torch.cuda.max_memory_allocated() / 1e9, "mfu": mfu(run, tokens_per_s)}
 
-
-# ------------------------------------------------------------------------------------------------------------
-# Several processes
+# ---- Several processes -------------------------------------------------------------------------------------
 
 def init_distributed():
     """Which of how many processes this is: those that torchrun started, one for each GPU; else 0 of 1."""
@@ -319,14 +305,12 @@ def init_distributed():
         dist.init_process_group()
     return dist.get_rank(), dist.get_world_size()
 
-
 def mean_over_ranks(numbers):
     """Tensors by name -> their means over all processes, in one exchange."""
     flat = torch.cat([value.detach().flatten().float() for value in numbers.values()])
     dist.all_reduce(flat)
     parts = (flat / dist.get_world_size()).split([value.numel() for value in numbers.values()])
     return {name: part.view_as(value) for (name, value), part in zip(numbers.items(), parts)}
-
 
 def any_process(flag, world):
     """Whether the flag is true in any process, so that all do the same."""
@@ -335,9 +319,7 @@ def any_process(flag, world):
         dist.all_reduce(flag)
     return flag.item() > 0
 
-
-# ------------------------------------------------------------------------------------------------------------
-# Checkpoints: tensors and plain types only, so that torch.load needs no trust
+# ---- Checkpoints: tensors and plain types only, so that torch.load needs no trust --------------------------
 
 def load_checkpoint(path):
     """What `Run.save` wrote to a file, or to ckpt.pt in a folder, and its model; ValueError for all else."""
@@ -357,7 +339,6 @@ def load_checkpoint(path):
         raise ValueError(f"{path} is not a checkpoint of this project ({reason})") from None
     return {**checkpoint, "model": model, "path": path}
 
-
 def save_checkpoint(path, state):
     """Written beside, then renamed: whatever happens, `path` is whole, the old checkpoint or the new one."""
     beside = path.with_suffix(".tmp")
@@ -370,9 +351,7 @@ def save_checkpoint(path, state):
         os.fsync(f.fileno())
     os.replace(beside, path)
 
-
-# ------------------------------------------------------------------------------------------------------------
-# What a run is: command line over checkpoint, or over machine and recipe
+# ---- What a run is: command line over checkpoint, or over machine and recipe -------------------------------
 
 # What a resumed run may change; all else decides what is computed, and has to be as the checkpoint says.
 CHANGEABLE = {"data_dir", "keep_shards", "out_dir", "resume", "max_steps", "flops", "keep_steps",
@@ -395,7 +374,6 @@ def pick_device(name):
         torch.cuda.set_device(device)
     return device
 
-
 def machine(device):
     """Defaults that depend on the machine, and why."""
     if device.type == "cuda":
@@ -405,7 +383,6 @@ def machine(device):
     if any(abilities.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16")):
         return dict(dtype="bfloat16"), "a processor that multiplies bfloat16"
     return {}, "nothing here multiplies bfloat16 fast, so float32"
-
 
 def recipe(model, device):
     """Defaults that depend on the model: tiny has TrainConfig's, the paper's sizes those of its ablations,
@@ -419,7 +396,6 @@ def recipe(model, device):
         rows = 2 ** max(0, min(4, int(math.log2(memory / need))))
     return dict(data="fineweb_edu", learning_rate=3e-3, batch_size=rows, batch_tokens=2**19, log_interval=10,
                 eval_interval=1000, eval_rows=800)
-
 
 def settle(given, checkpoint, world=1):
     """MoRConfig and TrainConfig of this run: command line over checkpoint, or over machine and recipe."""
@@ -456,13 +432,11 @@ def settle(given, checkpoint, world=1):
     tc.compile = tc.compile and not (config.routed and config.router == "token")
     return config, tc
 
-
 def find_source(tc):
     """The data, see shards.Source."""
     if tc.data in fineweb_edu.SETS:
         return fineweb_edu.source(tc.data, tc.data_dir, tc.keep_shards)
     return python_source.source(tc.data, tc.data_dir)
-
 
 def check_out_dir(tc, checkpoint):
     """Make out_dir. Refuses one that holds checkpoints, except to a run that goes on from its ckpt.pt."""
@@ -476,15 +450,12 @@ def check_out_dir(tc, checkpoint):
         raise ValueError(f"{checkpoint['path']} is at step {checkpoint['step']} already: give a larger "
                          f"--max_steps than {tc.max_steps}")
 
-
-# ------------------------------------------------------------------------------------------------------------
-# Command line
+# ---- Command line ------------------------------------------------------------------------------------------
 
 def fail(message):
     """A person's mistake ends in one line and exit code 2."""
     print(f"{Path(sys.argv[0]).name}: {' '.join(str(message).split())}", file=sys.stderr)
     sys.exit(2)
-
 
 def guarded(main):
     """Run main; bad input, a full disk or too little memory end in one line instead of a traceback."""
@@ -510,18 +481,15 @@ def guarded(main):
         fail("out of memory: choose a smaller --batch_size (--batch_tokens keeps the step), --block_size or "
              "model")
 
-
 def whole(text):
     if not float(text).is_integer():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(float(text))
 
-
 def boolean(text):
     if text.lower() not in ("true", "false", "1", "0"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a bool: write true or false")
     return text.lower() in ("true", "1")
-
 
 def parse(argv, doc, *classes):
     """The options that were given, by name. Each field of the classes is one; the comment behind it is its
@@ -546,7 +514,6 @@ def parse(argv, doc, *classes):
         near = difflib.get_close_matches(unknown[0].split("=")[0], names, n=1)
         fail(f"unknown option {unknown[0]}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
     return vars(given)
-
 
 def main(argv):
     given, (rank, world) = parse(argv, __doc__, MoRConfig, TrainConfig), init_distributed()
@@ -578,7 +545,6 @@ def main(argv):
           + f" --out_dir={out}" * (out != "out")
           + f", or go on with python train.py --resume={out}" * (not done))
     return 0 if done else 130
-
 
 if __name__ == "__main__":
     guarded(main)
