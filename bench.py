@@ -10,7 +10,7 @@
     python bench.py train --model=135m --batch_size=1      each part for another size
 
 Variants take turns, so that a slow minute of the machine is slow for all of them. A ratio is the median over
-the turns, with the least and the greatest in brackets. Out come Markdown tables, and a JSON line for each row.
+the turns, with the least and the greatest in brackets. Output: Markdown tables, and a JSON line for each row.
 """
 import json
 import math
@@ -142,7 +142,8 @@ def cost(bench):
                "KV entries read": f"{kv_reads_per_token(c, T):,.0f}",
                "read / plain": kv_reads_per_token(c, T) / kv_reads_per_token(plain, T),
                "KV bytes counted (formula)": f"{kept:,.0f} ({kv_bytes_per_token(c, sum(share)):,.0f})",
-               "entries read, counted (formula)": f"{read:,.0f} ({kv_reads_per_token(c, COUNTED, share):,.0f})",
+               "entries read, counted (formula)":
+               f"{read:,.0f} ({kv_reads_per_token(c, COUNTED, share):,.0f})",
                "at a depth of": sum(share)}
         if bench.size == BenchConfig("360m").size:
             row |= {"tokens for 16.5e18": f"{16.5e9 / paper:.1f}B", "paper": TABLE_3.get(name, "")}
@@ -171,7 +172,7 @@ def count_kv(c):
     text = engine.submit([0], COUNTED, seed=0)
     with Reads() as reads:
         list(engine.run())
-    rows = [kv for cache in engine.caches.values() for kv in cache.kv.values()]   # keys, values: (2, entries, 2)
+    rows = [kv for cache in engine.caches.values() for kv in cache.kv.values()]   # (2, entries, 2)
     written = sum(kv[0].any(dim=1).sum().item() for kv in rows)   # entries that are not zero
     share = [sum(depth > r for depth in text.depths) / COUNTED for r in range(c.n_rec)]
     return share, written / COUNTED * 2 * c.n_kv_head * c.head_dim * 2, reads.total / COUNTED
@@ -206,8 +207,8 @@ def training(bench):
     source, runs, memory, peak = python_source.source("python", bench.data_dir), {}, {}, {}
     used = torch.cuda.memory_allocated if device.type == "cuda" else lambda: 0
     for name, (config, tc) in (plain | settled).items():
-        if config.vocab_size < source.vocab_size:
-            raise ValueError(f"vocab_size={config.vocab_size} must be at least {source.vocab_size} here")
+        require(config.vocab_size >= source.vocab_size,
+                f"vocab_size={config.vocab_size} must be at least {source.vocab_size} here")
         before = used()
         runs[name] = run = train.Run(config, tc, source)
         warm = seconds(device, run.train_step)   # compiles
@@ -282,8 +283,8 @@ def checked(model, bench):
         gap = logits[0].amax(dim=1) - logits[0].gather(1, ids[1:, None]).squeeze(1)
         right += [g < slack and a == b
                   for g, a, b in zip(gap.tolist(), routing.depth[0].tolist(), text.depths)]
-    if sum(right) < 0.95 * len(right):
-        raise ValueError(f"of {len(right)} tokens, the forward without a cache would write only {sum(right)}")
+    require(sum(right) >= 0.95 * len(right),
+            f"of {len(right)} tokens, the forward without a cache would write only {sum(right)}")
     return sum(right) / len(right)
 
 def stopwatch(engine, texts, passes):
@@ -329,7 +330,8 @@ def generation(bench):
         entries = [math.ceil(2 * mean * share) for share in shares(c)] if c.cache == "recursion" else None
         engine = Engine(models[name], slots, 2 * mean, entries, compile=bench.compile)
         engines[name, slots] = engine, protocol(mean, slots)
-        kv[name] = sum(x.nbytes / len(cache.used) for cache in engine.caches.values() for x in cache.kv.values())
+        kv[name] = sum(x.nbytes / len(cache.used)
+                       for cache in engine.caches.values() for x in cache.kv.values())
     for name in models:
         enter(name, bench.slots)
     for name in models:
@@ -410,15 +412,14 @@ def trained(argv, out, threads):
     if it is complete. Returns settings and last evaluation."""
     log, argv = out / "log.jsonl", [*argv, f"--out_dir={out}"]
     lines = log.read_text().splitlines() if log.exists() else []
-    if lines and json.loads(lines[0])["argv"] != argv:
-        raise ValueError(f"{out} holds another run: choose another --out_dir")
+    require(not lines or json.loads(lines[0])["argv"] == argv,
+            f"{out} holds another run: choose another --out_dir")
     ends = lines and "val_causal" in lines[-1] and json.loads(lines[-1])["step"]
     if not lines or ends != json.loads(lines[0])["max_steps"]:
         resume = [f"--resume={out}"] if (out / "ckpt.pt").exists() else []
         run = subprocess.run([sys.executable, train.__file__, *argv, *resume], capture_output=True, text=True,
                              env={**os.environ, "OMP_NUM_THREADS": threads})
-        if run.returncode:
-            raise ValueError(f"train.py {' '.join(argv)} ended with: {run.stderr.strip()[-200:]}")
+        require(run.returncode == 0, f"train.py {' '.join(argv)} ended with: {run.stderr.strip()[-200:]}")
         lines = log.read_text().splitlines()
     return json.loads(lines[0]), json.loads(lines[-1])
 
@@ -565,7 +566,7 @@ def unrolled(model, idx):
     def hook(block, args, y):
         _, rows, (part, turn) = args
         name = part if isinstance(part, str) else f"{turn + 1}.{part + 1}"
-        # Keys as they are before their rotation, which changes neither norms nor cosines at the same position.
+        # Keys before their rotation, which changes neither norms nor cosines at the same position.
         vectors = [y, *(written.pop().chunk(2, dim=1) if written else ())]
         seen.append((name, len(rows.flat), {   # (B*T, width), NaN for tokens that have left
             what: x.new_full((idx.numel(), x.shape[1]), math.nan).index_copy(0, rows.flat, x)
@@ -638,8 +639,7 @@ def precision(bench, device):
 def gpu(bench):
     """Checks of what this project takes for granted about a GPU."""
     device = train.pick_device(bench.device)
-    if device.type != "cuda":
-        raise ValueError(f"--device={bench.device}: this part needs an NVIDIA GPU")
+    require(device.type == "cuda", f"--device={bench.device}: this part needs an NVIDIA GPU")
     table("Attention to shared keys and values, forward and backward", attention_forms(bench, device))
     table("The same training in two precisions", precision(bench, device))
 
@@ -647,8 +647,8 @@ def main(argv):
     parts = {"cost": cost, "train": training, "generate": generation, "quality": quality, "look": look,
              "gpu": gpu}
     part, argv = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("", argv)
-    if part and part not in parts:
-        raise ValueError(f"{part} cannot be measured: choose {', '.join(parts)}, or nothing for some of each")
+    require(not part or part in parts,
+            f"{part} cannot be measured: choose {', '.join(parts)}, or nothing for some of each")
     given = train.parse(argv, __doc__, BenchConfig)
     auto = train.machine(train.pick_device(given.get("device", "auto")))[0]
     given.setdefault("compile", auto.get("compile", False))

@@ -256,8 +256,8 @@ class MoR(nn.Module):
         require(0 < threshold < 1, f"threshold={threshold} must lie between 0 and 1")
         known = max([0, *(kv.shape[2] for kv in (past or {}).values())])
         require(start == known and (past is None or B == 1 and causal and (T == 1 or not known)),
-                f"past holds {known} tokens; {B} x {T} at start={start}, causal={causal} do not go on with them"
-                ": give one prompt at 0, then single tokens, each at its position")
+                f"past holds {known} tokens; {B} x {T} at start={start}, causal={causal} do not follow them: "
+                "give one prompt at 0, then single tokens, each at its position")
 
 @dataclass
 class Routing:
@@ -962,8 +962,8 @@ def kv_bytes_per_token(config, mean_depth=None, itemsize=2):
     return entries * 2 * config.n_kv_head * config.head_dim * itemsize
 
 def kv_reads_per_token(config, T, share=None):
-    """Entries of the cache that a token reads in all layers, the mean over a text of T tokens: each query reads
-    the row of its own recursion, up to its own entry. share: as in flops_per_token."""
+    """Entries of the cache that a token reads in all layers, the mean over a text of T tokens. Each query
+    reads the row of its own recursion, up to its own entry. share: as in flops_per_token."""
     c = config
     reads = c.n_unshared * (T + 1) / 2   # the first token reads one entry, the last T
     for s in share or shares(c):

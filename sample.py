@@ -152,7 +152,7 @@ def page(config, prompt, samples, summary, decode):
         for text, depth, logits in spelled(prompt, sample, decode):
             about = html.escape(f"{text!r} | depth {depth} of {n}{router_says(config, logits)}")
             text = html.escape(text).replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n")
-            texts += f'<b class="d{depth}" title="{about}">{text}</b>' if depth else f"<i>{text}</i>"
+            texts += f'<b class="d{depth}" title="{about}">{text}</b>' if depth else text and f"<i>{text}</i>"
         texts += "</pre>\n"
     colors = "".join(f".d{d} {{ background: {color} }}\n" for d, color in enumerate(palette(n), 1))
     colored = "".join(f'<span class="d{d}">{text}</span>' for text, d in legend(samples, n))

@@ -5,9 +5,11 @@ golden values computed with the authors' released code, an oracle below that loo
 Python, and closed forms.
 """
 import gzip
+import html
 import json
 import math
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -19,6 +21,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -572,8 +575,8 @@ def random_prompts(*lengths):
     return [ids(1, T, seed=T)[0].tolist() for T in lengths]
 
 def written(model, prompt, n, **options):
-    """What `write` makes of a prompt, as a request: tokens, depths, logits of the router, and `heads`, those of
-    the head."""
+    """What `write` makes of a prompt, as a request: tokens, depths, logits of the router, and `heads`, those
+    of the head."""
     said, hook = [], model.register_forward_hook(lambda module, args, y: said.append(y))
     tokens, depths = zip(*write(model, prompt, n, **options))
     hook.remove()
@@ -613,13 +616,13 @@ def uncached(model, text, **dials):
     """What the forward without a cache says where `text` got its new tokens."""
     new = slice(len(text.prompt) - 1, -1)
     logits, _, routing = model(torch.tensor([text.prompt + text.tokens]), causal=True, **dials)
-    return SimpleNamespace(tokens=logits[0, new].argmax(dim=1).tolist(), depths=routing.depth[0, new].tolist(),
-                           heads=logits[0, new], logits=routing.logits[0, new].tolist())
+    return SimpleNamespace(tokens=logits[0, new].argmax(dim=1).tolist(), heads=logits[0, new],
+                           depths=routing.depth[0, new].tolist(), logits=routing.logits[0, new].tolist())
 
 @with_dials
 def test_write(mode, dials):
-    """One text, a token at a time, is what the forward without a cache says: logits, tokens, depths, logits of
-    the router."""
+    """One text, a token at a time, is what the forward without a cache says: logits, tokens, depths, logits
+    of the router."""
     model = build(**mode)
     for prompt in random_prompts(1, 5, 17):
         text = written(model, prompt, 7, temperature=0, **dials)
@@ -643,8 +646,8 @@ def test_engine(mode, dials):
                                                (dict(n_rec=1), 0.9), (dict(n_rec=4), 0.9)], ids=str)
 @pytest.mark.parametrize("call", [0, 10**9])
 def test_independent(mode, temperature, call, monkeypatch):
-    """A text is what `write` makes of it whatever the company, the slots, the patience and the length of rows,
-    in a slot that others have used, and in memory full of NaN; and whether rows are views or copied."""
+    """A text is what `write` makes of it whatever the company, the slots, the patience and the length of
+    rows, in a slot that others have used, and in memory full of NaN; and whether rows are views or copied."""
     monkeypatch.setattr(mor, "CALL", call)
     model, prompts = build(**mode, block_size=64), random_prompts(3, 1, 9, 2, 12)
     alone = [written(model, prompt, 7, seed=i, temperature=temperature) for i, prompt in enumerate(prompts)]
@@ -669,10 +672,11 @@ def test_many_slots():
             assert_same(text, written(model, text.prompt, 9, seed=5 + i))
 
 def test_past():
-    """`past` is filled by one prompt and then by single tokens; anything else is refused, and changes nothing."""
+    """`past` is filled by one prompt, then by single tokens; all else is refused, and changes nothing."""
     model = build()
-    for idx, start, options in [(ids(2, 3), 0, {}), (ids(1, 3), 4, {}), (ids(1, 2), 5, {}), (ids(1, 1), 4, {}),
-                                (ids(1, 1), 6, {}), (ids(1, 1), 5, dict(causal=False)), (ids(1, 28), 5, {})]:
+    for idx, start, options in [(ids(2, 3), 0, {}), (ids(1, 3), 4, {}), (ids(1, 2), 5, {}),
+                                (ids(1, 1), 4, {}), (ids(1, 1), 6, {}), (ids(1, 28), 5, {}),
+                                (ids(1, 1), 5, dict(causal=False))]:
         past = {}
         model(ids(1, 5), causal=True, past=past) if start else None
         before = {key: kv.clone() for key, kv in past.items()}
@@ -691,8 +695,8 @@ def test_past():
     assert len(list(write(model, [1] * 30, 99))) == 3 and not list(write(model, [1], 0))
 
 def test_full_rows():
-    """A row that is full ends its text with "length", and nothing before it is lost; a prompt too long for a row
-    is refused; block_size is the limit otherwise."""
+    """A row that is full ends its text with "length", and nothing before it is lost; a prompt too long for a
+    row is refused; block_size is the limit otherwise."""
     model = build()
     prompt = random_prompts(6)[0]
     full = generate(model, [prompt], 100, seed=3)[0]
@@ -702,7 +706,7 @@ def test_full_rows():
     for room in ([12] * 3, [32, 9, 32], [32, 32, 6], [20, 14, 9]):
         engine = Engine(model, 2, entries=room)
         request, _ = serve(engine, [prompt, prompt[:1]], 100, seed=3)
-        fed = (used == torch.tensor(room)[:, None]).any(dim=0).nonzero()[0].item() + 1   # when the first is full
+        fed = (used == torch.tensor(room)[:, None]).any(dim=0).nonzero()[0].item() + 1   # until one is full
         assert request.reason == "length" and request.tokens == full.tokens[:fed - 6 + 1]
         assert engine.caches["block"].used[0] == used[:, fed - 1].tolist()
     assert serve(Engine(model, 1, max_len=12), [prompt], 100, seed=3)[0].tokens == full.tokens[:7]
@@ -715,7 +719,7 @@ def test_full_rows():
 @pytest.mark.parametrize("call", [0, 10**9])
 def test_entries(router, cache, call, monkeypatch):
     """A token of depth d passes the block d times, in the prompt as well; keys and values are made once per
-    entry; rows hold, and queries read, what the closed form says: of its own recursion, up to a token itself."""
+    entry; rows hold, and queries read, what a closed form says: of their own recursion, up to themselves."""
     monkeypatch.setattr(mor, "CALL", call)
     model, rows, keys, reads = build(router=router, cache=cache), [], [], []
     attention = F.scaled_dot_product_attention
@@ -742,7 +746,8 @@ def test_entries(router, cache, call, monkeypatch):
         used = [sum(d > r for d in depth) for r in range(3 if cache == "recursion" else 1)]
         assert engine.caches["block"].used[request.slot] == used
         for t in prefix[len(request.prompt) - 1:]:
-            seen = [t + 1 if cache == "shared" else sum(d > r for d in depth[:t + 1]) for r in range(depth[t])]
+            seen = [t + 1 if cache == "shared" else sum(d > r for d in depth[:t + 1])
+                    for r in range(depth[t])]
             expected_reads += c.n_unshared * (t + 1) + c.n_shared * sum(seen)
     held = engine.caches["block"].kv[0][:, :, 0].count_nonzero().item() / (2 * c.n_kv_head)
     assert (computed, projected, read) == (expected_rows, expected_entries, expected_reads)
@@ -836,7 +841,8 @@ def test_generate_edges():
         with pytest.raises(ValueError, match="entries="):
             Engine(model, entries=entries)
 
-@pytest.mark.parametrize("mode", [ROUTED[0], ROUTED[3], ROUTED[1], dict(router="none", sharing="cycle")], ids=name)
+@pytest.mark.parametrize("mode", [ROUTED[0], ROUTED[3], ROUTED[1], dict(router="none", sharing="cycle")],
+                         ids=name)
 def test_compiled_calls(mode, monkeypatch):
     """Compiled, a whole generation needs one graph for each of the three calls, and gives the same text."""
     graphs, prompts = [], random_prompts(1, 4, 9, 2)
@@ -1516,8 +1522,9 @@ def test_sample(go, capsys, monkeypatch):
     def run(*options):
         sample.main(["--device=cpu", "--max_new_tokens=20", *options])
         out = capsys.readouterr().out
-        assert "calls of the shared block" in out.splitlines()[-1 - ("--html" in str(options))]
-        return out.replace(out.splitlines()[-1], "")   # speed varies
+        summary = out.splitlines()[-1 - str(options).count("=page.")]   # then "wrote page.html"
+        assert "calls of the shared block" in summary
+        return out.replace(summary, "")   # speed varies
     text = run()
     assert "depth  1:" in text and " mean " in text and " of 3 over " in text
     assert text == run() != run("--seed=1")
@@ -1529,30 +1536,43 @@ def test_sample(go, capsys, monkeypatch):
     for prompt in ("def f(", "é\N{SNOWMAN}", "\udcff\udc80", "\0\x1b[2J", "longer than a row " * 9):
         out = run(f"--prompt={prompt}")
         assert "\x1b" not in out and out
-    many = run("--num_samples=5", "--slots=2", "--max_new_tokens=70", "--html=page.html")
+    many = run("--num_samples=5", "--slots=2", "--max_new_tokens=70", f"--prompt={'x' * 99}",
+               "--html=page.html", "--svg=page.svg")
     n = int(many.split(" over ")[1].split()[0])
     assert many.count("--- ") == 5 and 70 < n <= 350
     page = Path("page.html").read_text(encoding="utf-8")
-    assert page.count('<span class="d') == n and page.count("<pre>") == 5
+    assert page.count('<b class="d') == n and page.count("<pre>") == 5
     assert "depth 1 of 3 | router, recursion 1: " in page
-    run("--prompt=<script>", "--html=page.html")
+    pieces = list(ElementTree.parse("page.svg").iter("{http://www.w3.org/2000/svg}text"))
+    legend = pieces[-1].get("y")
+    shown = lambda pairs: [(depth, char) for depth, text in pairs if depth != "d0"
+                           for char in html.unescape(text).partition("\u21b5")[0] if not char.isspace()]
+    drawn = [(piece.get("class"), piece.text) for piece in pieces if piece.get("y") != legend]
+    assert shown(drawn) == shown(re.findall(r'<b class="(d.)"[^>]*>([^<]*)</b>', page))
+    widths = {}
+    for piece in pieces:   # side by side, and not beyond the edge
+        assert int(piece.get("x")) == sample.W + widths.get(piece.get("y"), 0)
+        widths[piece.get("y")] = widths.get(piece.get("y"), 0) + sample.W * len(piece.text)
+    assert max(widths.values()) == sample.W * sample.COLUMNS
+    run("--prompt=<script>", "--html=page.html", "--svg=page.svg")
+    assert "".join(ElementTree.parse("page.svg").getroot().itertext()).count("<script>") == 1
     page = Path("page.html").read_text(encoding="utf-8")
     assert "http" not in page and "<script" not in page and "&lt;script&gt;" in page
-    calls, print_tokens = [], sample.Printer.__call__
+    calls, print_piece = [], sample.Printer.__call__
 
-    def interrupted(self, tokens, *args, **options):
-        calls.append(tokens)
+    def interrupted(self, text, depth):
+        calls.append(text)
         if len(calls) == 9:
             raise KeyboardInterrupt
-        print_tokens(self, tokens, *args, **options)
+        print_piece(self, text, depth)
     with monkeypatch.context() as patch:
         patch.setattr(sample.Printer, "__call__", interrupted)
         assert sample.main(["--device=cpu", "--max_new_tokens=1e6", "--html=page.html"]) == 130
     n = int(capsys.readouterr().out.split(" over ")[1].split()[0])
-    assert n >= 8 and Path("page.html").read_text(encoding="utf-8").count('<span class="d') == n
+    assert n >= 8 and Path("page.html").read_text(encoding="utf-8").count('<b class="d') == n
     for option, words in [("--temperature=-1", "temperature=-1"), ("--top_k=-1", "top_k=-1"),
                           ("--slots=0", "slots=0"), ("--html=no/such/page.html", "no/such"),
-                          ("--html=out/ckpt.pt", "must end in .html"),
+                          ("--html=out/ckpt.pt", "must end in .html"), ("--svg=out/ckpt.pt", "in .svg"),
                           ("--max_new_tokens=-1", "max_new_tokens=-1"), ("--max_depth=4", "max_depth=4"),
                           ("--num_samples=0", "num_samples=0"), ("--threshold=2", "threshold=2"),
                           ("--out_dir=no", "no")]:
@@ -1607,7 +1627,7 @@ def test_bench_cost(monkeypatch, capsys):
         config = MoRConfig(**{**PRESETS["tiny"], **options})
         share, kept, read = bench.count_kv(config)
         assert kept == pytest.approx(kv_bytes_per_token(config, sum(share)), rel=1e-6)
-        # With a shared cache a query reads as many entries as there are tokens before it: only on average T / 2.
+        # With a shared cache a query reads an entry for each token so far: only on average (T + 1) / 2.
         off = 0.1 if config.cache == "shared" else 1e-6
         assert read == pytest.approx(kv_reads_per_token(config, bench.COUNTED, share), rel=off)
         assert config.n_rec == 1 or 1 < sum(share) < config.n_rec

@@ -73,8 +73,8 @@ class TrainConfig:
         """Micro-batches of a step on each of `world` devices."""
         tokens = self.batch_size * block_size * world
         require(self.batch_tokens % tokens == 0,
-                f"batch_tokens={self.batch_tokens} must be a multiple of {tokens}: batch_size={self.batch_size} "
-                f"rows of {block_size} tokens on {world} device(s)")
+                f"batch_tokens={self.batch_tokens} must be a multiple of {tokens}: batch_size="
+                f"{self.batch_size} rows of {block_size} tokens on {world} device(s)")
         return max(1, self.batch_tokens // tokens)
 
 # ---- Training ----------------------------------------------------------------------------------------------
@@ -137,9 +137,9 @@ class Run:
             self.forward = torch.nn.parallel.DistributedDataParallel(self.forward)
 
     def save(self, name):
-        if not all(p.isfinite().all() for p in self.model.parameters()):
-            raise ValueError(f"weights at step {self.step} are not finite and not saved: start again with "
-                             f"--learning_rate below {self.tc.learning_rate}")
+        require(all(p.isfinite().all() for p in self.model.parameters()),
+                f"weights at step {self.step} are not finite and not saved: start again with --learning_rate "
+                f"below {self.tc.learning_rate}")
         state = dict(config=asdict(self.config), train_config=asdict(self.tc), step=self.step,
                      model=self.model.state_dict(), optimizer=self.optimizer.state_dict(),
                      reader=self.reader.state, rng=torch.get_rng_state(),
@@ -220,9 +220,9 @@ def train(run, log):
         if logging:
             numbers = {name: value.tolist() for name, value in numbers.items()}   # waits for the device
             lm, speed = torch.stack(losses).mean().item(), len(losses) / (time.perf_counter() - clock)
-            if not math.isfinite(lm + numbers["norm"]):
-                raise ValueError(f"loss {lm}, gradient {numbers['norm']} at step {run.step}: start again with"
-                                 f" --learning_rate below {tc.learning_rate}; no checkpoint was lost")
+            require(math.isfinite(lm + numbers["norm"]),
+                    f"loss {lm}, gradient {numbers['norm']} at step {run.step}: start again with "
+                    f"--learning_rate below {tc.learning_rate}; no checkpoint was lost")
             numbers.update(lm=lm, lr=lr_at(run.step - 1, tc), tokens_per_s=speed * tc.batch_tokens)
             numbers.update(gpu_numbers(run, speed * tc.batch_tokens))
             record(numbers, f"step {run.step}/{tc.max_steps} | loss {lm:.3f} | lr {numbers['lr']:.1e} | norm "
@@ -324,16 +324,15 @@ def any_process(flag, world):
 def load_checkpoint(path):
     """What `Run.save` wrote to a file, or to ckpt.pt in a folder, and its model; ValueError for all else."""
     path = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
-    if not path.is_file():
-        raise ValueError(f"there is no checkpoint {path}: train one first with python train.py --n_rec=3")
+    require(path.is_file(), f"there is no checkpoint {path}: train one first with python train.py --n_rec=3")
     try:
-        assert zipfile.ZipFile(path).testzip() is None, "its content is damaged"
+        require(zipfile.ZipFile(path).testzip() is None, "its content is damaged")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         model = MoR(MoRConfig(**checkpoint["config"]))
         model.load_state_dict(checkpoint["model"])
         TrainConfig(**checkpoint["train_config"])
         parts = {"step", "optimizer", "reader", "rng", "data", "tokenizer"}
-        assert parts <= set(checkpoint), "parts of it are missing"
+        require(parts <= set(checkpoint), "parts of it are missing")
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error)[:80]}"
         raise ValueError(f"{path} is not a checkpoint of this project ({reason})") from None
@@ -363,8 +362,8 @@ def pick_device(name):
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if name == "cuda" and "LOCAL_RANK" in os.environ:
         name = f"cuda:{os.environ['LOCAL_RANK']}"
-    if name.split(":")[0] not in ("cpu", "cuda", "mps"):
-        raise ValueError(f"--device={name} is unknown: choose cpu, cuda, cuda:1 and so on, or mps")
+    require(name.split(":")[0] in ("cpu", "cuda", "mps"),
+            f"--device={name} is unknown: choose cpu, cuda, cuda:1 and so on, or mps")
     try:
         device = torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as error:
@@ -399,16 +398,16 @@ def recipe(model, device):
 
 def settle(given, checkpoint, world=1):
     """MoRConfig and TrainConfig of this run: command line over checkpoint, or over machine and recipe."""
-    if "flops" in given and "max_steps" in given:
-        raise ValueError(f"--flops={given['flops']} and --max_steps={given['max_steps']}: give one of them")
+    require("flops" not in given or "max_steps" not in given,
+            f"--flops={given.get('flops')} and --max_steps={given.get('max_steps')}: give one of them")
     if checkpoint:
         path = checkpoint["path"]
         base = {**checkpoint["config"], **checkpoint["train_config"], "flops": 0.0,
                 "out_dir": str(path.parent)}
         for name, value in given.items():
-            if name not in CHANGEABLE and value != base[name]:
-                raise ValueError(f"--{name}={value} contradicts {name}={base[name]} of {path}: leave it out, "
-                                 "or start a new run without --resume")
+            require(name in CHANGEABLE or value == base[name],
+                    f"--{name}={value} contradicts {name}={base[name]} of {path}: leave it out, or start a "
+                    "new run without --resume")
     else:
         device = pick_device(given.get("device", "auto"))
         base = {"model": "tiny", **machine(device)[0], **given}
@@ -424,8 +423,7 @@ def settle(given, checkpoint, world=1):
     if tc.flops:
         cost = flops_per_token(config, config.block_size, paper=True) * tc.batch_tokens
         tc.max_steps = int(tc.flops / cost)
-        if tc.max_steps < 1:
-            raise ValueError(f"flops={tc.flops} are less than one step, which takes {cost:.2e}")
+        require(tc.max_steps > 0, f"flops={tc.flops} are less than one step, which takes {cost:.2e}")
     if tc.warmup_steps < 0:
         tc.warmup_steps = round(0.05 * tc.max_steps)
     # Expert-choice has the same shapes at every step; token-choice has new ones, and runs uncompiled.
@@ -443,12 +441,12 @@ def check_out_dir(tc, checkpoint):
     out, mine = Path(tc.out_dir), checkpoint and checkpoint["path"].resolve()
     out.mkdir(parents=True, exist_ok=True)
     for path in sorted(out.glob("*.pt")):
-        if not (mine and mine.parent == out.resolve()) or path.name == "ckpt.pt" and path.resolve() != mine:
-            raise ValueError(f"{path} would be overwritten: go on from it with --resume={out}, or choose "
-                             "another --out_dir")
-    if checkpoint and checkpoint["step"] >= tc.max_steps:
-        raise ValueError(f"{checkpoint['path']} is at step {checkpoint['step']} already: give a larger "
-                         f"--max_steps than {tc.max_steps}")
+        go_on = mine and mine.parent == out.resolve() and (path.name != "ckpt.pt" or path.resolve() == mine)
+        require(go_on, f"{path} would be overwritten: go on from it with --resume={out}, or choose another "
+                "--out_dir")
+    if checkpoint:
+        require(checkpoint["step"] < tc.max_steps, f"{checkpoint['path']} is at step {checkpoint['step']} "
+                f"already: give a larger --max_steps than {tc.max_steps}")
 
 # ---- Command line ------------------------------------------------------------------------------------------
 
@@ -528,8 +526,8 @@ def main(argv):
     source = find_source(tc)
     if "vocab_size" not in given and not checkpoint:
         config.vocab_size = source.vocab_size
-    if config.vocab_size < source.vocab_size:
-        raise ValueError(f"vocab_size={config.vocab_size} must be {source.vocab_size} or more for {tc.data}")
+    require(config.vocab_size >= source.vocab_size,
+            f"vocab_size={config.vocab_size} must be {source.vocab_size} or more for {tc.data}")
     if checkpoint and checkpoint["data"] != source.name:
         print(f"note: the checkpoint was trained on {checkpoint['data']}, and this is {source.name}")
     run = Run(config, tc, source, checkpoint)
