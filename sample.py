@@ -153,7 +153,7 @@ def page(config, prompt, samples, summary, decode):
             about = html.escape(f"{text!r} | depth {depth} of {n}{router_says(config, logits)}")
             text = html.escape(text).replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n")
             texts += f'<b class="d{depth}" title="{about}">{text}</b>' if depth else text and f"<i>{text}</i>"
-        texts += "</pre>\n"
+        texts = texts.replace("</i><i>", "") + "</pre>\n"
     colors = "".join(f".d{d} {{ background: {color} }}\n" for d, color in enumerate(palette(n), 1))
     colored = "".join(f'<span class="d{d}">{text}</span>' for text, d in legend(samples, n))
     return PAGE.format(colors=colors, legend=colored, summary=html.escape(summary), texts=texts)
