@@ -51,7 +51,7 @@ VARIANTS = {"plain": dict(n_rec=1), **{f"recursive-{n}": dict(n_rec=n, router="n
 @dataclass
 class BenchConfig:
     """What to measure, and for how long."""
-    model: Literal[tuple(PRESETS)] = "tiny"  # sizes; of cost 360m, on an NVIDIA GPU of all parts but quality
+    model: Literal[tuple(PRESETS)] = "tiny"  # sizes; of cost 360m, of quality tiny, else as in train.py
     batch_size: int = 0  # train: rows in a step; 0: as train.py chooses
     rounds: int = 7  # turns of each variant
     steps: int = 5  # train: steps in a turn
@@ -101,7 +101,7 @@ def spread(values, digits=2):
     return f"{statistics.median(values):.{digits}f} [{min(values):.{digits}f} {max(values):.{digits}f}]"
 
 def ratios(values, others):
-    """Of what two had in the same rounds."""
+    """Of two variants, round by round."""
     return spread([a / b for a, b in zip(values, others)])
 
 def table(title, rows):
@@ -204,26 +204,22 @@ def training(bench):
     settled = {name: train.settle({**base, **VARIANTS[name]}, None) for name in names}
     depths = sorted({config.effective_depth for config, _ in settled.values()})
     plain = {f"plain, {d} layers": train.settle({**base, "n_layer": d}, None) for d in depths}
-    source, runs, memory, peak = python_source.source("python", bench.data_dir), {}, {}, {}
-    used = torch.cuda.memory_allocated if device.type == "cuda" else lambda: 0
+    source, runs, peak = python_source.source("python", bench.data_dir), {}, {}
     for name, (config, tc) in (plain | settled).items():
         require(config.vocab_size >= source.vocab_size,
                 f"vocab_size={config.vocab_size} must be at least {source.vocab_size} here")
-        before = used()
+        before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         runs[name] = run = train.Run(config, tc, source)
         warm = seconds(device, run.train_step)   # compiles
-        memory[name] = used() - before
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         run.train_step()
+        peak[name] = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
         print(f"{name}: {tc.batch_size} x {config.block_size} tokens, {tc.dtype}, compile={tc.compile}; the "
               f"first step took {warm:.1f} s", file=sys.stderr)
 
-    def turn(name):
-        others = used() - memory[name]
-        torch.cuda.reset_peak_memory_stats() if device.type == "cuda" else None
-        took = seconds(device, runs[name].train_step, bench.steps)
-        peak[name] = torch.cuda.max_memory_allocated() - others if device.type == "cuda" else 0
-        return took
-    times, rows = race({name: partial(turn, name) for name in runs}, bench.rounds, "train"), []
+    turns = {name: partial(seconds, device, run.train_step, bench.steps) for name, run in runs.items()}
+    times, rows = race(turns, bench.rounds, "train"), []
     for name, run in runs.items():
         like, c, T = f"plain, {run.config.effective_depth} layers", run.config, run.config.block_size
         speed, load = run.tc.batch_tokens / statistics.median(times[name]), run.train_step()["load"].tolist()
@@ -344,17 +340,18 @@ def generation(bench):
     for (_, slots), (engine, texts) in engines.items():
         warm_up(engine, texts, slots * mean)
     turns = {key: partial(serve, *engine, bench.passes) for key, engine in engines.items()}
-    speeds, rows, bare = race(turns, bench.rounds, "generate"), [], {}
+    speeds, rows, headless = race(turns, bench.rounds, "generate"), [], {}
     for (name, slots), (engine, texts) in engines.items():
         key, base, c = (name, slots), (plain[name], bench.slots), models[name].config
         n = Counter(engine.counts)
-        (block, head), rest = stopwatch(engine, texts, 2 * bench.passes)
-        depth, bare[key] = n["block_rows"] / n["tokens"], statistics.median(speeds[key]) / (1 - rest)
+        (block, head), head_share = stopwatch(engine, texts, 2 * bench.passes)
+        depth = n["block_rows"] / n["tokens"]
+        headless[key] = statistics.median(speeds[key]) / (1 - head_share)
         rows.append({
             "model": name, "slots": slots, "KV MB": kv[name] * slots / 1e6,
             "tokens/s": f"{statistics.median(speeds[key]):,.0f}",
             "speed / plain": ratios(speeds[key], speeds[base]),
-            "without head": bare[key] / bare[base],
+            "without head": headless[key] / headless[base],
             "mean depth": depth, "layers / plain": (c.n_unshared + c.n_shared * depth) / c.effective_depth,
             "block calls for 1000 tokens": f"{1000 * n['block_calls'] / n['tokens']:.0f}",
             "head calls": f"{1000 * n['head_calls'] / n['tokens']:.0f}", "block call, ms": block,
@@ -652,7 +649,7 @@ def main(argv):
     given = train.parse(argv, __doc__, BenchConfig)
     auto = train.machine(train.pick_device(given.get("device", "auto")))[0]
     given.setdefault("compile", auto.get("compile", False))
-    torch._dynamo.config.recompile_limit = 64   # all variants are one function to it, and 8 its limit
+    torch._dynamo.config.recompile_limit = 64   # to it all variants are one function; its limit is 8
     if part:
         model = {"cost": "360m", "quality": "tiny"}.get(part, auto.get("model", "tiny"))
         return parts[part](BenchConfig(**{"model": model, **given}))

@@ -4,7 +4,7 @@ The middle layers of a MoR are one shared block that is applied 1 to N times. A 
 with everything else, decides token by token how often. That saves parameters (one block instead of N),
 compute (a token that has left is not computed again) and KV cache (what was not computed leaves no entry).
 
-    depth 3                   *         *        the same block a third time, for one third of the tokens
+    depth 3                   *         *        the same block a third time, for those that it keeps again
     depth 2             *     *         *        the same block again, for those that its router keeps
     depth 1       *     *     *    *    *        the shared block, for every token
     first layer   *     *     *    *    *
@@ -14,9 +14,10 @@ Paper: arXiv 2507.10524; equation numbers are the paper's. Where this file depar
 authors' released code, a comment that begins with DIFFERS: gives the reason. Read it from top to bottom.
 
 Letters in shape comments: B rows in the batch, T tokens in a row, N tokens in flight (of any rows, N <= B*T),
-S the most of them in one row, C width of the residual stream (n_embd), H query heads, G key/value heads, D
-width of a head, V vocabulary. A token is one vector of an (N, C) matrix; which row of text it is from matters
-only where tokens attend to, or compete with, each other.
+N' those of them that go on, S the most of them in one row, C width of the residual stream (n_embd), H query
+heads, G key/value heads, D width of a head, V vocabulary; in section 7, n texts in a call. A token is one
+vector of an (N, C) matrix; which row of text it is from matters only where tokens attend to, or compete with,
+each other.
 Depth counts 1..n_rec in words, outputs and logs; code loops over r = 0..n_rec-1.
 """
 import math
@@ -39,15 +40,16 @@ def require(fine, message):   # message: one sentence that names the value and w
         raise ValueError(message)
 
 def check_fields(config, **least):
-    """ValueError for a field of a dataclass whose value does not fit its type. A number is its default, or at
-    least 1 if it is an int, 0 if a float, or what `least` says."""
+    """ValueError for a field of a dataclass with an unknown choice or too small a number. A number must be
+    its default, None, or at least `least[name]`; if that is not given, 1 for an int and 0 for a float."""
     for f in fields(config):
         value = getattr(config, f.name)
-        choices = get_args(f.type) if get_origin(f.type) is Literal else [value]
-        require(value in choices, f"{f.name}={value!r} is unknown: choose from {str(choices)[1:-1]}")
-        low = least.get(f.name, int(f.type is int))
-        fine = f.type not in (int, float) or value in (f.default, None) or low <= value < math.inf
-        require(fine, f"{f.name}={value} must be a number of at least {low}")
+        if get_origin(f.type) is Literal:
+            choices = get_args(f.type)
+            require(value in choices, f"{f.name}={value!r} is unknown: choose from {str(choices)[1:-1]}")
+        elif f.type in (int, float) and value not in (f.default, None):
+            low = least.get(f.name, int(f.type is int))
+            require(low <= value < math.inf, f"{f.name}={value} must be a number of at least {low}")
 
 @dataclass
 class MoRConfig:
@@ -62,7 +64,7 @@ class MoRConfig:
     n_rec: int = 3  # recursions: how often the shared block can be applied; 1 is a plain Transformer
     sharing: Literal["middle_cycle", "cycle", "middle_sequence", "sequence"] = "middle_cycle"  # who shares
     router: Literal["expert", "token", "none"] = "expert"  # who decides the depth; none: all go to the last
-    cache: Literal["recursion", "shared"] = "recursion"  # keys and values of each recursion, or the first
+    cache: Literal["recursion", "shared"] = "recursion"  # keys and values of each recursion, or shared
     router_arch: Literal["linear", "mlp", "random"] = "linear"  # what scores a token; random: a baseline
     gate: Literal["paper", "sigmoid", "tanh", "softmax"] = "paper"  # paper: expert sigmoid, token softmax
     alpha: float = -1.0  # scale of the gate; -1: the paper's, 0.1 for expert and 1.0 for token
@@ -114,6 +116,9 @@ PRESETS = {   # sizes of the paper's Table 6, and one for two CPU cores
 def wide(dtype):   # float32, or float64 if that is what there is: for rotations, router logits and sampling
     return torch.promote_types(dtype, torch.float32)
 
+def logit(p):   # the z whose sigmoid is p
+    return math.log(p / (1 - p))
+
 def rope(position, D, dtype, theta=10000.0):
     """cos and sin, (N, 1, D) each, of the angles t * theta^(-2i/D) by which a token at position t, one of
     (N,), turns its pairs (i, i + D/2). sin has a minus in its first half, where a rotation has one."""
@@ -138,7 +143,7 @@ class Attention(nn.Module):
     def forward(self, x, rows, layer):
         q = rotate(self.q_proj(x).view(len(x), -1, self.D), rows.rope)                     # (N, H, D)
         kv = None
-        n = rows.writers(layer)   # all N, but for the deeper recursions of the shared cache
+        n = rows.writers(layer)   # the first n write keys and values: all, or none if the cache is shared
         if n > 0:
             k, v = self.kv_proj(x[:n]).view(n, 2, self.G, self.D).unbind(1)                # (n, G, D) each
             kv = torch.cat([rotate(k, [t[:n] for t in rows.rope]), v], dim=1)              # (n, 2 * G, D)
@@ -155,7 +160,8 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(gate) * up)
 
 class Block(nn.Module):
-    """One layer, for N tokens (N, C) of any rows. `rows` knows who attends to whom; `layer` is a name."""
+    """One layer, for N tokens (N, C) of any rows. `rows` (section 4) knows who attends to whom. `layer` tells
+    it where in the model they are: which layer this is, and how often it was applied before."""
     def __init__(self, config):
         super().__init__()
         self.attn_norm = nn.RMSNorm(config.n_embd, eps=1e-5)
@@ -192,13 +198,14 @@ class MoR(nn.Module):
         """idx (B, T) -> logits (B, T, V), loss, Routing. Raises ValueError, see `check`.
 
         loss: None without targets (B, T); else their mean cross-entropy in nats per token (-1 is left out)
-        plus the router's losses by their coefficients. causal: see Routing; None: unless training. max_depth:
-        None is n_rec. k: None is config.capacity(T). past, start: see `write`; logits are then of the newest
-        token only."""
+        plus the router's losses by their coefficients. causal: whether tokens are routed by what came before
+        them, as in generation, instead of by the whole row; None: not in training. max_depth: recursions at
+        most; None: n_rec. threshold, k: see Routing; k of None is config.capacity(T). past, start: see
+        `write`; logits are then of the newest token only."""
         causal = not self.training if causal is None else causal
         max_depth = self.config.n_rec if max_depth is None else max_depth
         self.check(idx.shape, max_depth, threshold, causal, past, start)
-        rows = Rows.whole(idx, self, past, start)
+        rows = Rows.whole(idx, self, past, start)   # who attends to whom
         routing = Routing(causal, max_depth, logit(threshold), k or self.config.capacity(idx.shape[1]),
                           depth=torch.full_like(rows.flat, max_depth), logits=self.no_logits(len(rows.flat)))
         x = self.enter(idx.flatten(), rows)                                                # (N, C), N = B * T
@@ -265,7 +272,7 @@ class Routing:
     causal: bool  # by threshold, as in generation; else by top-k over the row, as in training
     max_depth: int  # tokens still there after this many recursions leave
     bar: float  # expert-choice, causal: a token goes on while its logit is above; 0 is a threshold of 0.5
-    k: tuple  # expert-choice, not causal: how many tokens of a row each recursion keeps
+    k: tuple  # expert-choice, not causal: how many tokens of a row each recursion keeps; the first, all
     depth: Tensor  # (B, T) recursions each token took, 1..n_rec; flat until `finish`
     logits: Tensor  # (B, T, n_rec) raw router logits, NaN where not asked; flat until `finish`
     losses: dict = field(default_factory=dict)  # unweighted scalars: lm; expert: aux, z; token: balance, z
@@ -276,7 +283,8 @@ class Routing:
 
     def finish(self, B, T):
         """Back to rows. Health: load (n_rec,), the share of tokens at each depth; mean_depth; dead, the share
-        of positions that no row of the batch sent to the last recursion (2/3 if one third always goes)."""
+        of positions that no row of the batch sent to the last recursion (2/3 if always the same third goes).
+        """
         self.depth = self.depth.view(B, T)
         self.logits = self.logits.view(B, T, -1)
         self.health["load"] = F.one_hot(self.depth - 1, self.logits.shape[2]).float().mean(dim=(0, 1))
@@ -316,12 +324,12 @@ class Rows:
         flat = torch.arange(B * T, device=idx.device)
         position = start + flat % T
         shared = model.config.cache == "shared"
-        past = {} if shared and past is None else past
+        past = {} if shared and past is None else past   # deeper recursions read what the first has left
         return cls(B, T, T, flat, position, rope(position, model.config.head_dim, model.wide), shared, past)
 
     def take(self, keep, ragged=True):
         """The rows of some of these tokens, by ascending indices keep (N',). ragged: rows may hold different
-        numbers of them; then in each its tokens come first, and padding behind that they cannot see."""
+        numbers of them, as no top-k does; then padding follows the tokens of a row, which cannot see it."""
         S, cell, flat = len(keep) // self.B, None, self.flat[keep]
         if ragged and self.B > 1:
             row = flat // self.T                                                           # (N',)
@@ -332,15 +340,16 @@ class Rows:
         rope = [t[keep] for t in self.rope]
         return replace(self, S=S, flat=flat, position=self.position[keep], rope=rope, cell=cell)
 
-    def writers(self, layer):   # how many tokens write keys and values; 0: earlier ones serve
+    def writers(self, layer):   # how many tokens write keys and values here; 0: those of recursion 1 serve
         return 0 if self.shared and layer[1] > 0 else len(self.flat)
 
     def attend(self, layer, q, kv):
-        """Attention of q (N, H, D) to kv (N, 2 * G, D), or if it is None to earlier ones; (N, H, D)."""
-        cell, S = (self.flat, self.T) if kv is None else (self.cell, self.S)
+        """Attention of q (N, H, D) to kv (N, 2 * G, D), or, if it is None, to those of recursion 1."""
         if kv is None:   # queries go back to the places of all T tokens, where is_causal holds
+            cell, S = self.flat, self.T
             kv = self.past[layer[0], 0]                                                    # (B, 2 * G, T, D)
         else:
+            cell, S = self.cell, self.S
             kv = self.grid(kv, cell, S)                                                    # (B, 2 * G, S, D)
             if self.past is not None:
                 if layer in self.past:   # earlier tokens of the text
@@ -348,7 +357,8 @@ class Rows:
                 self.past[layer] = kv
         q = self.grid(q, cell, S)                                                          # (B, H, S, D)
         k, v = kv.chunk(2, dim=1)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.T > 1, enable_gqa=True)   # 1 is the newest
+        causal = self.T > 1   # the newest token alone sees everything
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)     # (B, H, S, D)
         y = y.transpose(1, 2).flatten(0, 1)                                                # (B*S, H, D)
         return y if cell is None else y.index_select(0, cell)
 
@@ -386,7 +396,7 @@ class ExpertRouter(nn.Module):
     Training keeps the k best of a row. That looks at the whole row, the future included, which generation
     cannot: there a token goes on while sigmoid(z) > threshold, and an auxiliary loss teaches z to predict the
     top-k. The first recursion takes every token.
-    Health: agreement (n_rec,), how often threshold and top-k decide alike, among the tokens asked."""
+    Health: agreement (max_depth,), how often threshold and top-k decide alike, among the tokens asked."""
     def __init__(self, config):
         super().__init__()
         self.n_rec = config.n_rec
@@ -401,7 +411,6 @@ class ExpertRouter(nn.Module):
             z = self.ask(x, rows, r)                                                       # (N, 1)
             routing.logits[rows.flat, r] = z.detach()[:, 0]
             keep = self.choose(x, z, rows, routing, r)                                     # (N',)
-            routing.depth[rows.flat] = r
             if len(keep) == 0:
                 break
             if len(keep) < len(x):   # the others have left: they stay in `out` as they are
@@ -430,23 +439,26 @@ class ExpertRouter(nn.Module):
             # DIFFERS: the released code evaluates with the top-k. (0.5 is z = 0, also under the tanh gate.)
             return keep if r == 0 else keep[predicted[:, 0] > routing.bar]
         k = routing.k[r]
-        if k < rows.S:   # the best, back in position order, so that attention stays causal
+        if r > 0 and k < rows.S:   # the best, back in position order, so that attention stays causal
             best = z.detach().view(rows.B, rows.S).topk(k, sorted=False).indices           # (B, k)
-            keep = (best.sort(dim=1).values + keep[::rows.S, None]).flatten()              # (B * k,)
+            first = keep.view(rows.B, rows.S)[:, :1]   # token of each row, (B, 1)
+            keep = (first + best.sort(dim=1).values).flatten()                             # (B * k,)
         kept = torch.zeros_like(z).index_fill(0, keep, 1.0)                                # (N, 1)
         routing.add("aux", F.binary_cross_entropy_with_logits(predicted, kept))   # a mean over those asked
         routing.add("z", z.square().mean())
-        agreement = ((predicted >= 0) == (kept > 0)).float().mean()
+        agreement = ((predicted >= 0) == (kept > 0)).float().mean()   # at a threshold of 0.5
         routing.health.setdefault("agreement", []).append(agreement)
         return keep
 
-    def enter(self, x, here):   # in the engine: logits (n, n_rec) of new tokens x (n, C), NaN where not asked
+    # The same in the engine of section 7; skip it until then. z[slot, r] is the logit before recursion r.
+
+    def enter(self, x, here):   # logits (n, n_rec) of new tokens x (n, C), NaN where not asked yet
         return F.pad(self.ask(x, here, 0), (0, self.n_rec - 1), value=torch.nan)
 
     def advance(self, h, x, here, engine):
-        """In the engine: recursion here.done (n,) of tokens at different depths has made x of h, (n, C) each.
-        Returns what goes on, and who leaves (n,). All are asked at all depths, so that no shape depends on
-        where they are."""
+        """Recursion here.done (n,), of each token its own, has made x of h, (n, C) each. Returns what goes
+        on, and who leaves (n,). All are asked at all depths, so that no shape depends on where they are;
+        after the last one comes NaN, above no bar."""
         done = here.done[:, None]                                                          # (n, 1)
         x = h + self.gate(engine.z[here.slot].gather(1, done)).to(h.dtype) * x             # Eq 2.1
         z = [self.ask(x, here, r) for r in range(1, engine.max_depth)]
@@ -495,7 +507,7 @@ class TokenRouter(nn.Module):
     def choose(self, gate):   # the depth of each token, (N, 1), counted from 0
         return (gate.detach() + self.bias).argmax(dim=1, keepdim=True)
 
-    def compare(self, z, gate, choice, routing):   # the loads of depths with each other
+    def compare(self, z, gate, choice, routing):   # balance loss, and how balanced the depths are
         load = F.one_hot(choice[:, 0], z.shape[1]).to(z.dtype).mean(dim=0)                 # (n_rec,)
         mean = gate.mean(dim=0)
         # DIFFERS: gates include alpha, as in the released code; the paper's P_i is the bare probability.
@@ -504,18 +516,15 @@ class TokenRouter(nn.Module):
         routing.health["max_vio"] = load.max() / load.mean() - 1
         routing.health["entropy"] = torch.special.entr(mean.detach() / mean.detach().sum()).sum()
 
-    def enter(self, x, here):   # in the engine: logits (n, n_rec) of new tokens x (n, C)
+    def enter(self, x, here):   # in the engine, as in ExpertRouter
         return self.score(x)
 
     def advance(self, h, x, here, engine):   # in the engine: as in ExpertRouter
         gate = self.gate(engine.z[here.slot, :-1])
-        choice = self.choose(gate)
+        choice = self.choose(gate)   # the gate is that of the choice, even where max_depth cuts it short
         leaves = here.done[:, None] >= choice.clamp(max=engine.max_depth - 1)
         out = engine.entered[here.slot] + gate.gather(1, choice).to(x.dtype) * x
         return torch.where(leaves, out, x), leaves[:, 0]
-
-def logit(p):   # the z whose sigmoid is p
-    return math.log(p / (1 - p))
 
 # Variants that the paper's appendix tried: skip them on a first reading.
 
@@ -541,7 +550,7 @@ class RandomRouter(ExpertRouter):
         self.register_buffer("noise", (u - bar).T[..., None], persistent=False)   # fixed: evaluation repeats
 
     def ask(self, x, rows, r):
-        if self.training:   # anew at every step; on the CPU, whose state checkpoints keep
+        if self.training:   # anew at every step; from the CPU's generator, which checkpoints keep
             return torch.rand(len(x), 1).to(self.bar) - self.bar[r]
         return self.noise[r].index_select(0, rows.position).to(wide(x.dtype))
 
@@ -582,7 +591,7 @@ def pick(logits, u, temperature=1.0, top_k=None):
     return torch.searchsorted(total, u * total[:, -1:], right=True)[:, 0]
 
 def check_text(model, prompt, max_new_tokens, temperature=1.0, top_k=None):
-    """ValueError for what nobody could write."""
+    """ValueError for arguments of which no text can come."""
     V = model.config.vocab_size
     require(prompt and min(prompt) >= 0 and max(prompt) < V and max_new_tokens >= 0,
             f"max_new_tokens={max_new_tokens} must not be negative, and a prompt ({len(prompt)} tokens) must "
@@ -596,7 +605,7 @@ def write(model, prompt, max_new_tokens, temperature=1.0, top_k=None, seed=0, ma
 
     Each forward gets the new tokens only. `past` has keys and values of all earlier ones: every layer adds to
     it, and reads it. So early exit needs nothing more: a token that leaves is not in the next recursion, is
-    not computed there, and leaves nothing in `past` for it. Raises ValueError."""
+    not computed there, and leaves nothing in `past` for it. Raises ValueError when the first is asked for."""
     check_text(model, prompt, max_new_tokens, temperature, top_k)
     stream = random.Random(seed)
     new, start, past = list(prompt), 0, {}
@@ -634,10 +643,10 @@ class Request:
     logits: list = field(default_factory=list)  # of the router at each depth, NaN where it was not asked
     reason: str = ""  # why the text ended: max_new_tokens, stop, or length, when a row is full
     slot: int = -1
-    newest: int = 0  # token, of which the prompt's last is the first
+    newest: int = 0  # the token on its way, at first the prompt's last
     position: int = 0  # of the newest token
     done: int = 0  # recursions that it has taken
-    full: bool = False  # whether one of its rows is
+    full: bool = False  # whether a row of its slot is full
 
 class Cache:
     """Keys and values of the texts in flight, in some layers. Each slot has a row for each recursion, or just
@@ -667,64 +676,62 @@ class Cache:
                 if n > 0:
                     row[:, :n] = past[layer, r][0]
 
-class Pass:
-    """To a layer what Rows is, for the newest tokens of n texts: each adds an entry to a row and reads it."""
+class Batch:
+    """Plays the part of Rows in the engine: the newest tokens of n texts, each of which adds an entry to a
+    row and reads it. Tokens that write come first: in the shared cache, only those at recursion 1 do.
+
+    Compiled calls need fixed shapes. Free places in them go to a spare slot, in which nobody reads; and a
+    token that has its entry writes another one there."""
     def __init__(self, cache, requests, table, compiled):
         self.cache = cache
         self.n_new = 0
-        plan, rows = [], []
+        columns, spans = [], []
         for request in requests:
             r = min(request.done, len(cache.room) - 1)
             used = cache.used[request.slot]
             start = cache.base[r] + request.slot * cache.room[r]
-            own = (len(cache.used) - 1) * cache.room[0]   # if compiled, of the spare slot
+            write_at = (len(cache.used) - 1) * cache.room[0]   # the spare slot
             if used[r] <= request.position:   # else it has one, as in the shared cache from recursion 2 on
-                own = start + used[r]
+                write_at = start + used[r]
                 used[r] += 1
                 self.n_new += 1
                 request.full |= used[r] == cache.room[r]
-            rows.append((r, start, used[r]))
-            plan.append((request.slot, request.position, request.done, request.newest, own))
-        plan = torch.tensor(plan, device=table.device).T                                   # (5, n)
-        self.slot, self.position, self.done, self.token, self.own = plan.unbind()
+            spans.append((r, start, used[r]))
+            columns.append((request.slot, request.position, request.done, request.newest, write_at))
+        columns = torch.tensor(columns, device=table.device).T                             # (5, n)
+        self.slot, self.position, self.done, self.token, self.write_at = columns.unbind()
         self.rope = table.index_select(0, self.position).unbind(1)                         # (n, 1, D) each
-        if compiled:   # shapes are fixed then: who has an entry writes another one, to the spare slot
-            self.n_new = len(rows)
-            self.read, self.rows = read_rows, torch.tensor(rows)
+        if compiled:
+            self.n_new = len(spans)
+            self.read, self.plan = read_rows, torch.tensor(spans)
         elif cache.kv:
-            self.read, self.rows = read, plan_reads(rows, next(iter(cache.kv.values())))
+            self.read, self.plan = read, plan_reads(spans, next(iter(cache.kv.values())))
 
     def writers(self, layer):   # as in Rows
         return self.n_new
 
     def attend(self, layer, q, kv):
         """Attention of q (n, H, D) to their rows, to which kv of the writers, (n', 2 * G, D), is added."""
-        rows = self.cache.kv[layer[0]]
+        cached = self.cache.kv[layer[0]]   # (2 * G, entries, D)
         if kv is not None:
-            rows.index_copy_(1, self.own[:len(kv)], kv.transpose(0, 1))
-        q = q.view(len(q), len(rows) // 2, -1, rows.shape[2])   # heads that share a key: (n, G, H/G, D)
-        return self.read(q, rows, self.rows).flatten(1, 2)                                 # (n, H, D)
+            cached.index_copy_(1, self.write_at[:len(kv)], kv.transpose(0, 1))
+        q = q.view(len(q), len(cached) // 2, -1, cached.shape[2])   # heads that share a key: (n, G, H/G, D)
+        return self.read(q, cached, self.plan).flatten(1, 2)                               # (n, H, D)
 
-CALL = 2**14   # a call of attention takes a CPU as long as copying so many numbers
+CALL = 2**14   # one call of attention costs a CPU about as much as copying so many numbers
 
-def plan_reads(rows, kv):
-    """How n queries are to read their rows of kv (2 * G, entries, D), each (recursion, start, length): a list
-    of calls, each (queries, place of keys and values, mask). Rows of a recursion at equal distances, as any
-    two are, share a call: they are a view of kv. If that takes many calls for short rows, they are copied."""
-    G, E, D = len(kv) // 2, *kv.shape[1:]
-    r, start, length = zip(*rows)
+def plan_reads(spans, kv):
+    """How n queries are to read their rows of kv (2 * G, entries, D), each a span (recursion, start, length):
+    a list of calls, each (queries, place of keys and values, mask). Neighbours at equal distances share a
+    call, in which their rows are a view of kv. Where that takes many calls for short rows, all are copied,
+    for a single one."""
+    recursion, start, length = zip(*spans)
     ends = torch.tensor(length, device=kv.device)[:, None]                                 # (n, 1)
     entry = torch.arange(max(length), device=kv.device)                                    # (longest,)
     mask = kv.new_zeros(len(ends), len(entry)).masked_fill_(entry >= ends, -math.inf)[:, None, None]
-    runs = [[0, 1]]   # first query, end
-    for i in range(1, len(rows)):
-        step = start[i] - start[i - 1]
-        even = i - runs[-1][0] == 1 or step == start[i - 1] - start[i - 2]
-        if r[i] == r[i - 1] and step > 0 and even:
-            runs[-1][1] += 1
-        else:
-            runs.append([i, i + 1])
-    if mask.numel() * G * D < (len(runs) - 3) * CALL:
+    runs = even_runs(recursion, start)
+    G, E, D = len(kv) // 2, *kv.shape[1:]
+    if mask.numel() * G * D < (len(runs) - 3) * CALL:   # to copy costs about as much as three calls
         heads = torch.arange(0, 2 * G * E, E, device=kv.device).view(2, 1, G, 1)
         first = torch.tensor(start, device=kv.device)[:, None]
         index = first + torch.minimum(entry, ends - 1)                                     # (n, longest)
@@ -732,10 +739,24 @@ def plan_reads(rows, kv):
     calls = []
     for i, j in runs:
         longest = max(length[i:j])
-        step = (start[j - 1] - start[i]) // max(1, j - 1 - i)
+        step = start[i + 1] - start[i] if j - i > 1 else 0
         view = (2, j - i, G, longest, D), (G * E * D, step * D, E * D, D, 1), start[i] * D
         calls.append((slice(i, j), view, mask[i:j, ..., :longest] if min(length[i:j]) < longest else None))
     return calls
+
+def even_runs(recursion, start):
+    """Groups [i, j) of neighbours of the same recursion (so that no row is far longer than the others) whose
+    starts ascend by equal steps."""
+    runs = [[0, 1]]
+    for i in range(1, len(start)):
+        first = runs[-1][0]
+        step = start[i] - start[i - 1]
+        even = i - first == 1 or step == start[first + 1] - start[first]
+        if recursion[i] == recursion[i - 1] and step >= 0 and even:
+            runs[-1][1] += 1
+        else:
+            runs.append([i, i + 1])
+    return runs
 
 def read(q, kv, calls):   # attention of each query of q (n, G, H/G, D) to its row of kv (2 * G, entries, D)
     y = []
@@ -748,9 +769,9 @@ def read(q, kv, calls):   # attention of each query of q (n, G, H/G, D) to its r
     return y[0] if len(y) == 1 else torch.cat(y)
 
 @torch.library.custom_op("mor::read_rows", mutates_args=())
-def read_rows(q: Tensor, kv: Tensor, rows: Tensor) -> Tensor:
-    """The same in compiled code, whose graph then does not depend on lengths. rows (n, 3): on the CPU."""
-    return read(q, kv, plan_reads(rows.tolist(), kv))
+def read_rows(q: Tensor, kv: Tensor, spans: Tensor) -> Tensor:
+    """The same in compiled code, whose graph then does not depend on lengths. spans (n, 3): on the CPU."""
+    return read(q, kv, plan_reads(spans.tolist(), kv))
 
 read_rows.register_fake(lambda q, *rest: torch.empty_like(q))
 
@@ -786,7 +807,7 @@ class Engine:
         require(self.patience <= 1, f"patience={self.patience} must lie between 0 and 1")
         require(c.n_rec == 1 or c.cyclic,
                 f"sharing={c.sharing} has no depths to batch: use `write`, one text at a time")
-        n = self.slots + self.compile   # compiled calls need a spare one
+        n = self.slots + self.compile   # compiled calls need a spare one, see Batch
         self.h = w.new_zeros(n, c.n_embd)   # residual stream of each slot's newest token
         self.entered = w.new_zeros(n, c.n_embd)   # the same after the first layer
         self.z = F.pad(self.model.no_logits(n), (0, 1))   # what the router has said of it
@@ -807,6 +828,7 @@ class Engine:
     def submit(self, prompt, max_new_tokens, seed=None):
         """Queue a prompt, a list of ids, and return its Request. ValueError if it cannot fit."""
         check_text(self.model, prompt, max_new_tokens)
+        # A prompt may send all its tokens to the last recursion: it has to fit into each row.
         require(len(prompt) <= min(self.max_len, *self.entries), f"a prompt of {len(prompt)} tokens does not "
                 f"fit into max_len={self.max_len} and entries={self.entries}")
         seed = torch.randint(2**62, ()).item() if seed is None else seed
@@ -841,7 +863,7 @@ class Engine:
             (self.waiting if leaving else self.busy).append(request)
         self.counts.update(block_calls=1, block_rows=len(requests))
         enough = self.patience * (len(self.waiting) + len(self.busy))
-        return self.leave() if len(self.waiting) > enough or not self.busy else []
+        return self.next_tokens() if len(self.waiting) > enough or not self.busy else []
 
     def admit(self, request):
         """Give it a slot. Its prompt is computed in parallel, but for the last token, which goes the way of
@@ -857,11 +879,11 @@ class Engine:
         self.new.append(request)
 
     def call(self, name, requests):
-        """One of the three calls. Returns requests in the order of its results, and these."""
-        order = ["done", "slot"] if name == "block" else ["slot"]
+        """Make one of the three calls. Returns the requests, in the order of its results, and these."""
+        order = ["done", "slot"] if name == "block" else ["slot"]   # as Batch wants it, and as rows lie
         requests = sorted(requests, key=attrgetter(*order))
         spare = [self.spare] * (self.slots + 1 - len(requests)) if self.compile else []
-        here = Pass(self.caches[name], requests + spare, self.table, self.compile)
+        here = Batch(self.caches[name], requests + spare, self.table, self.compile)
         return requests, self.calls[name](here)
 
     def enter(self, here):   # new tokens through the first layer
@@ -873,7 +895,7 @@ class Engine:
 
     def block(self, here):   # each token one recursion further; returns which of them leave, (n,)
         h = self.h[here.slot]
-        x = self.model.recursion(h, here, 0)
+        x = self.model.recursion(h, here, 0)   # of any, as all are the same layers
         leaves = here.done + 1 >= self.max_depth
         if self.model.router:
             x, leaves = self.model.router.advance(h, x, here, self)
@@ -883,7 +905,7 @@ class Engine:
     def head(self, here):   # logits (n, V) of the next tokens, and what the router has said, (n, n_rec + 1)
         return self.model.head(self.h[here.slot], here), self.z[here.slot]
 
-    def leave(self):
+    def next_tokens(self):
         """Those who wait choose their next tokens, and go on with them unless the text ends there."""
         requests, (logits, z) = self.call("head", self.waiting)
         u = torch.tensor([request.stream.random() for request in requests], device=logits.device)
@@ -951,7 +973,7 @@ def flops_per_token(config, T, paper=False, share=None):
     if paper:
         return total
     if c.routed:   # two for each weight of a router, and each token that it is asked about
-        asked = sum([1.0] + shares(c)[:-1]) / c.n_rec if c.router == "expert" else 1.0
+        asked = sum([1.0, *(share or shares(c))[:-1]]) / c.n_rec if c.router == "expert" else 1.0
         total += 2 * asked * (n_params(c) - n_params(replace(c, router="none", router_arch="linear")))
     return total + 2 * C * c.vocab_size
 

@@ -4,7 +4,7 @@
     python sample.py --prompt="def main(" --temperature=0.5 --top_k=40
     python sample.py --num_samples=8 --html=sample.html    eight at a time, also as a page for a browser
     python sample.py --svg=sample.svg                      also as a picture
-    python sample.py --max_depth=1                         the same text budget with a shallower model
+    python sample.py --max_depth=1                         with one recursion for each token
 """
 import codecs
 import html
@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import itemgetter
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -27,7 +28,7 @@ class SampleConfig:
     """What to write, and how."""
     out_dir: str = "out"  # folder of the checkpoint, or the checkpoint itself
     prompt: str = ""  # text to go on from; empty: the beginning of a file or document
-    max_new_tokens: int = 500  # tokens to write; where block_size is full, the last half of the text goes on
+    max_new_tokens: int = 500  # tokens to write; when block_size is full, its last half is the new beginning
     num_samples: int = 1  # texts to write
     slots: int = 8  # texts to write at the same time
     temperature: float = 0.8  # 0 always takes the likeliest token
@@ -42,16 +43,15 @@ class SampleConfig:
 
     def __post_init__(self):
         check_fields(self, max_new_tokens=0, seed=0)
-        require(self.num_samples <= 10**5, f"num_samples={self.num_samples} must be 1 to {10**5}")
-        require(self.seed < 2**32, f"seed={self.seed} must be 0 to {2**32 - 1}")
         for name in ("html", "svg"):
             value = getattr(self, name)
             require(not value or value.endswith("." + name),
                     f"{name}={value} must end in .{name}, so that nothing else is overwritten")
 
-def texts(engine, prompt, config):
-    """Yield (sample, token, depth, logits) as they come; see Request for depth and logits."""
-    block_size, origin = engine.max_len, {}   # which sample, and which part of it, a request is for
+def texts(engine, prompt, config, samples):
+    """Append (token, depth, logits), see Request, to the samples as they come; yield after each. Where a text
+    fills block_size, its next part is a new request, with the last half as prompt."""
+    block_size, origin = engine.max_len, {}   # sample and part that each request is for
 
     def submit(sample, part, context, left):
         if len(context) > block_size or part > 0:
@@ -62,18 +62,17 @@ def texts(engine, prompt, config):
         submit(sample, 0, prompt, config.max_new_tokens)
     for request in engine.run():
         sample, part = origin[request]
-        yield sample, request.tokens[-1], request.depths[-1], request.logits[-1]
+        samples[sample].append((request.tokens[-1], request.depths[-1], request.logits[-1]))
+        yield
         if request.reason == "length":
             submit(sample, part + 1, request.prompt + request.tokens,
                    request.max_new_tokens - len(request.tokens))
 
 def follow(sample, samples, events, n, end):
-    """Yield (token, depth, logits) of one sample, up to n or to token `end`. What comes for others is kept in
-    samples."""
+    """Yield (token, depth, logits) of one sample, up to n or to token `end`, while `events` fill them all."""
     for k in range(n):
         while k == len(samples[sample]):
-            other, *event = next(events)
-            samples[other].append(event)
+            next(events)
         yield samples[sample][k]
         if samples[sample][k][0] == end:
             return
@@ -106,7 +105,8 @@ class Printer:
 
 def spelled(prompt, sample, decode):
     """Yield (text, depth, logits) for each token of a prompt, whose depth is 0, and of a sample, as it comes.
-    A character may need several tokens, and comes with the last. None of them steers a terminal."""
+    A character may need several tokens, and comes with the last. Control characters, which could steer a
+    terminal, are replaced."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token, depth, logits in chain(((token, 0, []) for token in prompt), sample, [(None, 0, [])]):
         text = decoder.decode(b"" if token is None else decode([token]), final=token is None)
@@ -152,8 +152,8 @@ def page(config, prompt, samples, summary, decode):
         for text, depth, logits in spelled(prompt, sample, decode):
             about = html.escape(f"{text!r} | depth {depth} of {n}{router_says(config, logits)}")
             text = html.escape(text).replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n")
-            texts += f'<b class="d{depth}" title="{about}">{text}</b>' if depth else text and f"<i>{text}</i>"
-        texts = texts.replace("</i><i>", "") + "</pre>\n"
+            texts += f'<b class="d{depth}" title="{about}">{text}</b>' if depth else f"<i>{text}</i>"
+        texts = texts.replace("</i><i>", "").replace("<i></i>", "") + "</pre>\n"
     colors = "".join(f".d{d} {{ background: {color} }}\n" for d, color in enumerate(palette(n), 1))
     colored = "".join(f'<span class="d{d}">{text}</span>' for text, d in legend(samples, n))
     return PAGE.format(colors=colors, legend=colored, summary=html.escape(summary), texts=texts)
@@ -165,9 +165,9 @@ PICTURE = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {heigh
 <rect class="page" width="{width}" height="{height}" rx="6"/>
 {texts}</svg>
 """
-W, H, COLUMNS = 8, 18, 96   # a character's, and the characters in a line
+WIDTH, HEIGHT, COLUMNS = 8, 18, 96   # of a character, in pixels; characters in a line
 
-def picture(config, prompt, samples, summary, decode):
+def picture(config, prompt, samples, decode):
     """The same as an SVG, in which every character has its place, whatever the font."""
     pieces, lines, svg = [], [[]], ""
     for sample in samples:
@@ -179,16 +179,15 @@ def picture(config, prompt, samples, summary, decode):
             if char != "\n":
                 lines[-1].append((depth, char))
     for y, line in enumerate(lines):
-        x = W
+        x = WIDTH
         for depth, run in groupby(line, key=itemgetter(0)):
             text = "".join(char for _, char in run)
             color = ["none", *palette(config.n_rec)][depth]
-            place = f'x="{x}" y="{H * y + 8}"'
-            width = W * len(text)
-            svg += (f'<rect {place} width="{width}" height="{H}" fill="{color}"/><text {place} dy="13" '
+            place, width = f'x="{x}" y="{HEIGHT * y + 8}"', WIDTH * len(text)
+            svg += (f'<rect {place} width="{width}" height="{HEIGHT}" fill="{color}"/><text {place} dy="13" '
                     f'textLength="{width}" class="d{depth}">{html.escape(text)}</text>\n')
             x += width
-    return PICTURE.format(width=W * (COLUMNS + 2), height=H * len(lines) + 16, texts=svg)
+    return PICTURE.format(width=WIDTH * (COLUMNS + 2), height=HEIGHT * len(lines) + 16, texts=svg)
 
 def main(argv):
     config = SampleConfig(**parse(argv, __doc__, SampleConfig))
@@ -204,31 +203,32 @@ def main(argv):
                     stop=text.EOF, vocab_size=text.VOCAB_SIZE)
     for path in filter(None, (config.html, config.svg)):
         open(path, "a").close()   # a name that cannot be written is refused before the work
-    samples, events, code = [[] for _ in range(config.num_samples)], texts(engine, prompt, config), 0
+    samples, code = [[] for _ in range(config.num_samples)], 0
+    events, printer = texts(engine, prompt, config, samples), Printer(config.color)
     clock = time.perf_counter()
-    printer = Printer(config.color)
-    for i in range(config.num_samples):
-        if config.num_samples > 1:
-            print(f"--- {i + 1} of {config.num_samples}")
-        sample = follow(i, samples, events, config.max_new_tokens, text.EOF)
-        try:
+    try:
+        for i in range(config.num_samples):
+            if config.num_samples > 1:
+                print(f"--- {i + 1} of {config.num_samples}")
+            sample = follow(i, samples, events, config.max_new_tokens, text.EOF)
             for piece, depth, _ in spelled(prompt, sample, text.decode):
                 printer(piece, depth)
-        except KeyboardInterrupt:   # enough: sum up what is there
-            code = 130
+            printer.end_line()
+    except KeyboardInterrupt:   # enough: sum up what is there
         printer.end_line()
-        if code:
-            break
+        code = 130
     seconds = time.perf_counter() - clock
     print("".join(printer.paint(piece, depth) for piece, depth in legend(samples, model.config.n_rec)))
     summary = (f"{engine.counts['block_calls']} calls of the shared block, {engine.counts['head_calls']} of "
                f"the head, {engine.counts['tokens'] / max(seconds, 1e-9):.0f} tokens/s")
     print(summary)
-    for path, content in [(config.html, page), (config.svg, picture)]:
-        if path:
-            with open(path, "w", encoding="utf-8") as f:
-                f.write(content(model.config, prompt, samples, summary, text.decode))
-            print(f"wrote {path}")
+    if config.html:
+        content = page(model.config, prompt, samples, summary, text.decode)
+        Path(config.html).write_text(content, encoding="utf-8")
+    if config.svg:
+        Path(config.svg).write_text(picture(model.config, prompt, samples, text.decode), encoding="utf-8")
+    for path in filter(None, (config.html, config.svg)):
+        print(f"wrote {path}")
     return code
 
 if __name__ == "__main__":

@@ -1551,9 +1551,9 @@ def test_sample(go, capsys, monkeypatch):
     assert shown(drawn) == shown(re.findall(r'<b class="(d.)"[^>]*>([^<]*)</b>', page))
     widths = {}
     for piece in pieces:   # side by side, and not beyond the edge
-        assert int(piece.get("x")) == sample.W + widths.get(piece.get("y"), 0)
-        widths[piece.get("y")] = widths.get(piece.get("y"), 0) + sample.W * len(piece.text)
-    assert max(widths.values()) == sample.W * sample.COLUMNS
+        assert int(piece.get("x")) == sample.WIDTH + widths.get(piece.get("y"), 0)
+        widths[piece.get("y")] = widths.get(piece.get("y"), 0) + sample.WIDTH * len(piece.text)
+    assert max(widths.values()) == sample.WIDTH * sample.COLUMNS
     run("--prompt=<script>", "--html=page.html", "--svg=page.svg")
     assert "".join(ElementTree.parse("page.svg").getroot().itertext()).count("<script>") == 1
     page = Path("page.html").read_text(encoding="utf-8")
@@ -1657,7 +1657,7 @@ def test_bench_train(small, capsys):
     share = [1.0, 21 / 32, 10 / 32]   # of 32 tokens, those that expert-choice keeps
     ratio = flops_per_token(MoRConfig(**PRESETS["tiny"], n_rec=3), 32, share=share) / plain
     assert rows[3]["FLOPs / plain"] == pytest.approx(ratio, rel=1e-6)
-    all_deep, asked = MoRConfig(**PRESETS["tiny"], n_rec=3, router="none"), 1 + 1 + 2 / 3
+    all_deep, asked = MoRConfig(**PRESETS["tiny"], n_rec=3, router="none"), 1 + 1 + 1
     assert flops_per_token(replace(all_deep, router="expert"), 32, share=[1.0] * 3) == pytest.approx(
         flops_per_token(all_deep, 32) + asked * 2 * 48)
     Path("x.bin").touch()

@@ -6,7 +6,7 @@
     python train.py --data=my_novel.txt --max_steps=2e3 --out_dir=out_novel
     python train.py --model=360m --flops=16.5e18           the paper's sizes stream FineWeb-Edu
     torchrun --nproc_per_node=8 train.py --model=360m      on several GPUs
-    python train.py --resume=out                           go on where a run was stopped
+    python train.py --resume=out                           continue a run that was stopped
     python train.py --help                                 every option, its default and what it does
 """
 import argparse
@@ -50,7 +50,7 @@ class TrainConfig:
     learning_rate: float = 5e-3  # peak of the schedule
     schedule: Literal["wsd", "cosine"] = "wsd"  # wsd: up, plateau, down to 0 over the last 20 % of the steps
     warmup_steps: int = -1  # steps from 0 to the peak; -1: 5 % of the steps
-    capacity_warmup: int = 0  # expert-choice: steps in which capacities come down from all tokens to theirs
+    capacity_warmup: int = 0  # expert-choice: steps over which capacities shrink from all tokens to theirs
     keep_steps: str = ""  # steps whose checkpoints are kept as step_N.pt to branch off from, as in 400,800
     eval_interval: int = 550  # steps between evaluations; each saves ckpt.pt
     eval_rows: int = 400  # rows of validation text in an evaluation
@@ -63,7 +63,7 @@ class TrainConfig:
     def __post_init__(self):
         check_fields(self, seed=0, warmup_steps=0, keep_shards=2)
         require(self.data and self.data_dir and self.out_dir,
-                f"data={self.data}, data_dir={self.data_dir}, out_dir={self.out_dir}: name all")
+                f"data={self.data}, data_dir={self.data_dir} and out_dir={self.out_dir} must not be empty")
         require(self.learning_rate > 0, f"learning_rate={self.learning_rate} must be a positive number")
         require(self.seed < 2**32, f"seed={self.seed} must be 0 to {2**32 - 1}")
         require(re.fullmatch(r"(\d+(,\d+)*)?", self.keep_steps),
@@ -164,7 +164,7 @@ class Run:
             if self.step:
                 self.save("ckpt.pt")
                 print(f"saved {Path(self.tc.out_dir) / 'ckpt.pt'} at step {self.step}", flush=True)
-            raise lost or ValueError("another process has no data for this step")
+            raise lost or ValueError("another process has no data for this step, or was stopped")
         return batches
 
     def train_step(self):
@@ -182,7 +182,9 @@ class Run:
                 (loss / self.grad_accum).backward()
             for name, value in {**routing.health, **routing.losses}.items():
                 numbers[name] = numbers.get(name, 0.0) + value.detach() / self.grad_accum
-        numbers = mean_over_ranks(numbers) if self.world > 1 else numbers
+        for value in numbers.values() if self.world > 1 else []:   # the mean over all processes
+            dist.all_reduce(value)
+            value /= self.world
         numbers["norm"] = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -200,8 +202,9 @@ def train(run, log):
     def ask(signum, frame):
         signal.signal(signum, signal.SIG_DFL)   # asked twice: leave at once; the last checkpoint is whole
         stop.append(signum)
-        run.rank or os.write(2, b"finishing this step, then saving; once more to leave without\n")
-        if run.reading:
+        if run.rank == 0:
+            os.write(2, b"finishing this step, then saving; once more to leave without\n")
+        if run.reading:   # a wait for data may be long; else the step is finished first
             raise KeyboardInterrupt
 
     def record(numbers, line):
@@ -223,16 +226,18 @@ def train(run, log):
             require(math.isfinite(lm + numbers["norm"]),
                     f"loss {lm}, gradient {numbers['norm']} at step {run.step}: start again with "
                     f"--learning_rate below {tc.learning_rate}; no checkpoint was lost")
-            numbers.update(lm=lm, lr=lr_at(run.step - 1, tc), tokens_per_s=speed * tc.batch_tokens)
-            numbers.update(gpu_numbers(run, speed * tc.batch_tokens))
+            rate = speed * tc.batch_tokens
+            numbers.update(lm=lm, lr=lr_at(run.step - 1, tc), tokens_per_s=rate)
+            if run.device.type == "cuda":
+                numbers.update(peak_gb=torch.cuda.max_memory_allocated() / 1e9, mfu=mfu(run, rate))
             record(numbers, f"step {run.step}/{tc.max_steps} | loss {lm:.3f} | lr {numbers['lr']:.1e} | norm "
-                   f"{numbers['norm']:.2f} | {speed * tc.batch_tokens / 1e3:.1f}k tok/s{pulse(numbers)} | "
+                   f"{numbers['norm']:.2f} | {rate / 1e3:.1f}k tok/s{pulse(numbers)} | "
                    f"eta {(tc.max_steps - run.step) / speed / 60:.1f}m")
         if evaluating:
-            numbers = evaluate(run.model, val, tc.dtype)
-            topk = f" | topk {numbers['topk']:.4f}" if "topk" in numbers else ""
-            record({f"val_{name}": value for name, value in numbers.items()},
-                   f"eval {run.step}/{tc.max_steps} | causal {numbers['causal']:.4f}{topk}{pulse(numbers)}")
+            val_numbers = evaluate(run.model, val, tc.dtype)
+            topk = f" | topk {val_numbers['topk']:.4f}" if "topk" in val_numbers else ""
+            record({f"val_{name}": value for name, value in val_numbers.items()}, f"eval {run.step}/"
+                   f"{tc.max_steps} | causal {val_numbers['causal']:.4f}{topk}{pulse(val_numbers)}")
         if run.step in keep:   # first: a run that goes on from ckpt.pt does not come by this step again
             run.save(f"step_{run.step}.pt")
         if halt or evaluating:
@@ -247,7 +252,8 @@ def evaluate(model, batches, dtype):
     """Means over the rows: the loss as generation routes (causal), for expert-choice the loss as training
     does (topk) and how often threshold and top-k agree, and the health of the causal routing."""
     c, sums, n, alive = model.config, {}, sum(len(x) for x, _ in batches), False
-    modes = [("topk", False)] * (c.routed and c.router == "expert") + [("causal", True)]
+    modes = [("topk", False)] * (c.routed and c.router == "expert") + [("causal", True)]   # the last one's
+    training = model.training   # health counts
     model.eval()
     for x, y in batches:
         numbers = {}
@@ -258,7 +264,7 @@ def evaluate(model, batches, dtype):
         alive = alive | (routing.depth == c.n_rec).any(dim=0)   # positions, over all the batches
         for name, value in numbers.items():
             sums[name] = sums.get(name, 0.0) + value * (len(x) / n)
-    model.train()
+    model.train(training)
     sums["dead"] = 1 - alive.float().mean()
     return {name: value.tolist() for name, value in sums.items()}
 
@@ -289,12 +295,6 @@ def mfu(run, tokens_per_s):
     cost = 3 * flops_per_token(run.config, run.config.block_size)
     return peak and cost * tokens_per_s / (peak * run.world)
 
-def gpu_numbers(run, tokens_per_s):
-    """What a log line says of a GPU: its memory at most, and mfu."""
-    if run.device.type != "cuda":
-        return {}
-    return {"peak_gb": torch.cuda.max_memory_allocated() / 1e9, "mfu": mfu(run, tokens_per_s)}
-
 # ---- Several processes -------------------------------------------------------------------------------------
 
 def init_distributed():
@@ -304,13 +304,6 @@ def init_distributed():
     if not dist.is_initialized():
         dist.init_process_group()
     return dist.get_rank(), dist.get_world_size()
-
-def mean_over_ranks(numbers):
-    """Tensors by name -> their means over all processes, in one exchange."""
-    flat = torch.cat([value.detach().flatten().float() for value in numbers.values()])
-    dist.all_reduce(flat)
-    parts = (flat / dist.get_world_size()).split([value.numel() for value in numbers.values()])
-    return {name: part.view_as(value) for (name, value), part in zip(numbers.items(), parts)}
 
 def any_process(flag, world):
     """Whether the flag is true in any process, so that all do the same."""
@@ -410,9 +403,9 @@ def settle(given, checkpoint, world=1):
                     "new run without --resume")
     else:
         device = pick_device(given.get("device", "auto"))
-        base = {"model": "tiny", **machine(device)[0], **given}
-        base.update(PRESETS[base["model"]])
-        base.update(recipe(base["model"], device))
+        base = {"model": "tiny", **machine(device)[0]}
+        model = given.get("model", base["model"])
+        base |= PRESETS[model] | recipe(model, device)
     base.update(given)
     ours = {f.name: base.pop(f.name) for f in fields(MoRConfig) if f.name in base}
     config, tc = MoRConfig(**ours), TrainConfig(**base)
@@ -476,10 +469,10 @@ def guarded(main):
         memory = re.search("out of memory|allocate memory|[Oo]verflow|too large", str(error))
         if not isinstance(error, MemoryError) and not memory:
             raise
-        fail("out of memory: choose a smaller --batch_size (--batch_tokens keeps the step), --block_size or "
-             "model")
+        fail("out of memory: choose a smaller model, --batch_size (--batch_tokens keeps the step), "
+             "--block_size or --slots")
 
-def whole(text):
+def integer(text):
     if not float(text).is_integer():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(float(text))
@@ -490,8 +483,7 @@ def boolean(text):
     return text.lower() in ("true", "1")
 
 def parse(argv, doc, *classes):
-    """The options that were given, by name. Each field of the classes is one; the comment behind it is its
-    help."""
+    """The options that were given, by name. Each field of a class is one; the comment behind it, its help."""
     wide = partial(argparse.RawDescriptionHelpFormatter, width=110, max_help_position=28)
     parser = argparse.ArgumentParser(allow_abbrev=False, argument_default=argparse.SUPPRESS, description=doc,
                                      formatter_class=wide, usage="%(prog)s [--option=value ...]")
@@ -501,7 +493,7 @@ def parse(argv, doc, *classes):
         notes = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.MULTILINE))
         for f in fields(cls):
             choices = get_args(f.type) if get_origin(f.type) is Literal else None
-            kind = str if choices else {bool: boolean, int: whole}.get(f.type, f.type)
+            kind = str if choices else {bool: boolean, int: integer}.get(f.type, f.type)
             default = "by --model" if f.name in PRESETS["tiny"] else f.default
             note = f"{notes[f.name]} (default: {default})".replace("%", "%%")
             group.add_argument(f"--{f.name}", type=kind, choices=choices, help=note,
