@@ -330,7 +330,8 @@ class Rows:
     def take(self, keep, ragged=True):
         """The rows of some of these tokens, by ascending indices keep (N',). ragged: rows may hold different
         numbers of them, as no top-k does; then padding follows the tokens of a row, which cannot see it."""
-        S, cell, flat = len(keep) // self.B, None, self.flat[keep]
+        flat = self.flat[keep]
+        S, cell = len(keep) // self.B, None
         if ragged and self.B > 1:
             row = flat // self.T                                                           # (N',)
             count = torch.bincount(row, minlength=self.B)                                  # (B,)
@@ -685,7 +686,8 @@ class Batch:
     def __init__(self, cache, requests, table, compiled):
         self.cache = cache
         self.n_new = 0
-        columns, spans = [], []
+        columns = []
+        spans = []
         for request in requests:
             r = min(request.done, len(cache.room) - 1)
             used = cache.used[request.slot]
@@ -822,7 +824,9 @@ class Engine:
             cache.used[-1] = [1] * len(cache.room)
         wrap = partial(torch.compile, dynamic=False) if self.compile else lambda f: f
         self.calls = {name: wrap(getattr(self, name)) for name in self.caches}
-        self.queue, self.counts, self.free = deque(), Counter(), [*range(self.slots)][::-1]
+        self.queue = deque()
+        self.counts = Counter()
+        self.free = list(range(self.slots))
         self.new, self.busy, self.waiting = [], [], []   # requests before enter, block and head
 
     def submit(self, prompt, max_new_tokens, seed=None):
@@ -868,11 +872,12 @@ class Engine:
     def admit(self, request):
         """Give it a slot. Its prompt is computed in parallel, but for the last token, which goes the way of
         every later one."""
-        request.slot = self.free.pop()
-        past, depths = {}, []
+        request.slot = self.free.pop(0)
+        past = {}
+        depths = []
         if request.position > 0:
             idx = torch.tensor([request.prompt[:-1]], device=self.h.device)
-            _, _, routing = self.model(idx, None, True, self.max_depth, self.threshold, past=past)
+            routing = self.model(idx, None, True, self.max_depth, self.threshold, past=past)[2]
             depths = routing.depth[0].tolist()
         for cache in self.caches.values():
             cache.admit(request.slot, depths, past)
@@ -960,7 +965,8 @@ def flops_per_token(config, T, paper=False, share=None):
     As torch.utils.flop_counter counts, attention by its full square, of which causal kernels skip half.
     paper: as the paper counts (its numbers of steps follow): half the square, keys and values as wide as
     queries, no router and no head."""
-    c, C = config, config.n_embd
+    c = config
+    C = c.n_embd
     kv = 4 * C * (C if paper else c.n_kv_head * c.head_dim)
     layer = 4 * C * C + kv + 6 * C * c.n_ff   # all matrices
     square = (2 if paper else 4) * T * C   # attention to T tokens
