@@ -307,6 +307,7 @@ def contestants(bench, device):
         size, loaded[bench.out_dir] = {name: getattr(model.config, name) for name in SIZE}, model
     models = {name: MoR(MoRConfig(**size, **VARIANTS[name], router_arch="random"))
               for name in [*names, "MoR-3, expert, shared cache"]} | loaded
+    models["recursive-3"] = MoR(MoRConfig(**size, **VARIANTS["recursive-3"]))
     depths = sorted({model.config.effective_depth for model in models.values()})
     plain = {f"plain, {d} layers": MoR(MoRConfig(**{**size, "n_rec": 1, "n_layer": d})) for d in depths}
     return {name: ready(model, device) for name, model in (plain | models).items()}
