@@ -1671,7 +1671,7 @@ def test_bench_train(small, capsys):
 def test_bench_generate(small, monkeypatch, capsys):
     """As many slots, then as much memory; what is timed is held to the forward without a cache."""
     monkeypatch.setattr(bench, "GROWTH", [(8, 2), (16, 3)])
-    options = ["generate", "--rounds=1", "--passes=8", "--slots=4"]
+    options = ["generate", "--rounds=1", "--passes=12", "--slots=4"]
     rows = measured(capsys, options)
     plain = {row["model"]: row for row in rows[1::-1]}
     assert [row["slots"] for row in rows[-2:]] == [2, 3]
