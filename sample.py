@@ -120,8 +120,8 @@ def legend(samples, n_rec):
     pieces = [(f" {d}: {depths.count(d) / n:.0%} ", d) for d in range(1, n_rec + 1)]
     return [("depth ", 0), *pieces, (f"  mean {sum(depths) / n:.2f} of {n_rec} over {len(depths)} tokens", 0)]
 
-def palette(n_rec):   # in CSS, for light and dark: depth 1 has none, each further one is more orange
-    return [f"rgb(255 140 0 / {0.6 * d / max(1, n_rec - 1):.2f})" for d in range(n_rec)]
+def opacity(depth, n_rec):   # of orange, on light or dark: depth 1 has none, each further one more
+    return f"{0.6 * max(0, depth - 1) / max(1, n_rec - 1):.2f}"
 
 # Pages and pictures load nothing. Pointing at a token in a page shows what the router said of it.
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Mixture-of-Recursions</title>
@@ -154,7 +154,7 @@ def page(config, prompt, samples, summary, decode):
             text = html.escape(text).replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n")
             texts += f'<b class="d{depth}" title="{about}">{text}</b>' if depth else f"<i>{text}</i>"
         texts = texts.replace("</i><i>", "").replace("<i></i>", "") + "</pre>\n"
-    colors = "".join(f".d{d} {{ background: {color} }}\n" for d, color in enumerate(palette(n), 1))
+    colors = "".join(f".d{d} {{ background: rgb(255 140 0 / {opacity(d, n)}) }}\n" for d in range(1, n + 1))
     colored = "".join(f'<span class="d{d}">{text}</span>' for text, d in legend(samples, n))
     return PAGE.format(colors=colors, legend=colored, summary=html.escape(summary), texts=texts)
 
@@ -182,10 +182,10 @@ def picture(config, prompt, samples, decode):
         x = WIDTH
         for depth, run in groupby(line, key=itemgetter(0)):
             text = "".join(char for _, char in run)
-            color = ["none", *palette(config.n_rec)][depth]
             place, width = f'x="{x}" y="{HEIGHT * y + 8}"', WIDTH * len(text)
-            svg += (f'<rect {place} width="{width}" height="{HEIGHT}" fill="{color}"/><text {place} dy="13" '
-                    f'textLength="{width}" class="d{depth}">{html.escape(text)}</text>\n')
+            svg += (f'<rect {place} width="{width}" height="{HEIGHT}" fill="#ff8c00" fill-opacity="'
+                    f'{opacity(depth, config.n_rec)}"/><text {place} dy="13" textLength="{width}" '
+                    f'class="d{depth}">{html.escape(text)}</text>\n')
             x += width
     return PICTURE.format(width=WIDTH * (COLUMNS + 2), height=HEIGHT * len(lines) + 16, texts=svg)
 
