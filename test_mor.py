@@ -1119,6 +1119,7 @@ def test_log_and_learning(go, capsys):
     health."""
     for options, words in [
             ([], ["depth 1.9", "aux ", "agree [", "dead "]), (["--cache=shared"], ["aux "]),
+            (["--capacity_warmup=40"], ["aux "]),
             (["--router=token"], ["balance ", "max_vio ", "entropy "]), (["--n_rec=1"], []),
             (["--router=none", "--sharing=sequence"], [])]:
         out = "-".join(options) or "out"
@@ -1129,6 +1130,9 @@ def test_log_and_learning(go, capsys):
         losses = [r["lm"] for r in records if "lm" in r]
         if options in ([], ["--cache=shared"]):   # capacities of 32, 21 and 10 from the first step on
             assert records[1]["mean_depth"] == pytest.approx(63 / 32)
+        if "--capacity_warmup=40" in options:   # from all tokens to these capacities
+            depths = [r["mean_depth"] for r in records if "lm" in r]
+            assert depths[0] == 3 and depths[-1] == pytest.approx(63 / 32)
         evals = [r for r in records if "val_causal" in r]
         assert losses[-1] < losses[0] - 1 and len(evals) == 2 and evals[-1]["val_causal"] < 4
         assert records[0]["vocab_size"] == 257 and math.isfinite(evals[-1]["val_mean_depth"])
@@ -1533,6 +1537,12 @@ def test_sample(go, capsys, monkeypatch):
     assert run("--num_samples=2", "--seed=5").count("--- ") == 2
     assert run("--temperature=0") == run("--temperature=0", "--seed=9") == run("--top_k=1", "--seed=3")
     assert "over 0 tokens" in run("--max_new_tokens=0") and "over 99 tokens" in run("--max_new_tokens=99")
+    parts, submit = [], Engine.submit
+    with monkeypatch.context() as patch:   # a full text goes on with its last half, prompt included
+        patch.setattr(Engine, "submit", lambda *args: parts.append(submit(*args)) or parts[-1])
+        run(f"--prompt={'x' * 30}")
+    assert len(parts) > 1 and parts[0].reason == "length"
+    assert all(b.prompt == (a.prompt + a.tokens)[-16:] for a, b in zip(parts, parts[1:]))
     for prompt in ("def f(", "é\N{SNOWMAN}", "\udcff\udc80", "\0\x1b[2J", "longer than a row " * 9):
         out = run(f"--prompt={prompt}")
         assert "\x1b" not in out and out
