@@ -1777,3 +1777,8 @@ def test_bench_look():
         h = model.wte(x.flatten())
         _, v = first.attn.kv_proj(first.attn_norm(h)).chunk(2, dim=1)
         assert rows[0]["value"] == pytest.approx(v.norm(dim=1).mean().item())
+        with torch.no_grad():   # blocks that add nothing: a token's direction stays, if it is that token's
+            for block in model.shared:
+                block.attn.o_proj.weight.zero_()
+                block.mlp.down_proj.weight.zero_()
+        assert all(set(row["hidden, cosines"]) == {"`", "9"} for row in bench.unrolled(model, x)[1:7])
