@@ -335,8 +335,9 @@ def generation(bench):
         slots = int(bench.slots * kv[plain[name]] / kv[name])
         if slots > bench.slots:
             enter(name, slots)
-    most = max(slots for name, slots in engines if name == "MoR-3, expert")
-    enter(plain["MoR-3, expert"], most)   # what slots alone give
+    for name, slots in list(engines):
+        if (plain[name], slots) not in engines:   # what slots alone give
+            enter(plain[name], slots)
     right = {name: checked(model, bench) for name, model in models.items()}
     for (_, slots), (engine, texts) in engines.items():
         warm_up(engine, texts, slots * mean)
@@ -351,7 +352,8 @@ def generation(bench):
         rows.append({
             "model": name, "slots": slots, "KV MB": kv[name] * slots / 1e6,
             "tokens/s": f"{statistics.median(speeds[key]):,.0f}",
-            "speed / plain": ratios(speeds[key], speeds[base]),
+            f"speed / plain, {bench.slots} slots": ratios(speeds[key], speeds[base]),
+            "/ plain, as many": ratios(speeds[key], speeds[plain[name], slots]),
             "without head": headless[key] / headless[base],
             "mean depth": depth, "layers / plain": (c.n_unshared + c.n_shared * depth) / c.effective_depth,
             "block calls for 1000 tokens": f"{1000 * n['block_calls'] / n['tokens']:.0f}",

@@ -18,7 +18,8 @@ N' those of them that go on, S the most of them in one row, C width of the resid
 heads, G key/value heads, D width of a head, V vocabulary; in section 7, n texts in a call. A token is one
 vector of an (N, C) matrix; which row of text it is from matters only where tokens attend to, or compete with,
 each other.
-Depth counts 1..n_rec in words, outputs and logs; code loops over r = 0..n_rec-1.
+Depth counts 1..n_rec in words, outputs and logs: "recursion 1" is the first. Code counts r = 0..n_rec-1:
+"recursion r" of r = 0 is the first.
 """
 import math
 import random
@@ -40,8 +41,8 @@ def require(fine, message):   # message: one sentence that names the value and w
         raise ValueError(message)
 
 def check_fields(config, **least):
-    """ValueError for a field of a dataclass with an unknown choice or too small a number. A number must be
-    its default, None, or at least `least[name]`; if that is not given, 1 for an int and 0 for a float."""
+    """ValueError for a field of a dataclass with an unknown choice or too small a number. None and the
+    default always pass; the least is `least[name]`, or, without that, 1 for an int and 0 for a float."""
     for f in fields(config):
         value = getattr(config, f.name)
         if get_origin(f.type) is Literal:
@@ -68,7 +69,7 @@ class MoRConfig:
     router_arch: Literal["linear", "mlp", "random"] = "linear"  # what scores a token; random: a baseline
     gate: Literal["paper", "sigmoid", "tanh", "softmax"] = "paper"  # paper: expert sigmoid, token softmax
     alpha: float = -1.0  # scale of the gate; -1: the paper's, 0.1 for expert and 1.0 for token
-    sampling: Literal["aux_loss", "aux_router"] = "aux_loss"  # expert: what learns to predict the top-k
+    sampling: Literal["aux_loss", "aux_router"] = "aux_loss"  # expert: what predicts the top-k
     aux_coef: float = 0.001  # expert: weight of the auxiliary loss
     balance: Literal["loss", "loss_free"] = "loss"  # token: how depths are kept in balance
     balance_coef: float = 0.1  # token: weight of the balance loss
@@ -81,9 +82,9 @@ class MoRConfig:
         self.routed = self.n_rec > 1 and self.router != "none"   # whether there is anything to decide
         self.cyclic = "cycle" in self.sharing   # whether a recursion is the same layers every time
         self.n_unshared = 2 if "middle" in self.sharing else 0   # layers outside the shared block
-        # DIFFERS: where n_rec does not divide the depth, the released code drops layers; the paper adds some.
+        # DIFFERS: where n_rec does not divide the depth, the released code drops layers. The paper adds some.
         self.n_shared = math.ceil((self.n_layer - self.n_unshared) / self.n_rec)   # in the shared block
-        self.effective_depth = self.n_unshared + self.n_rec * self.n_shared   # of depth n_rec
+        self.effective_depth = self.n_unshared + self.n_rec * self.n_shared   # layers at depth n_rec
         require(self.n_embd % (2 * self.n_head) == 0,
                 f"n_embd={self.n_embd} must be an even multiple of n_head={self.n_head}")
         require(self.n_head % self.n_kv_head == 0,
@@ -120,15 +121,15 @@ def logit(p):   # the z whose sigmoid is p
     return math.log(p / (1 - p))
 
 def rope(position, D, dtype, theta=10000.0):
-    """cos and sin, (N, 1, D) each, of the angles t * theta^(-2i/D) by which a token at position t, one of
-    (N,), turns its pairs (i, i + D/2). sin has a minus in its first half, where a rotation has one."""
+    """cos and sin, (N, 1, D) each, of the angles t * theta^(-2i/D) by which tokens at positions t (N,) turn
+    their pairs (i, i + D/2). sin has a minus in its first half, where a rotation has one."""
     freq = theta ** (-torch.arange(0, D, 2, device=position.device, dtype=dtype) / D)      # (D/2,)
     angle = position[:, None, None] * freq                                                 # (N, 1, D/2)
     sin = angle.sin()
     return torch.cat([angle, angle], dim=2).cos(), torch.cat([-sin, sin], dim=2)
 
-def rotate(x, rope):   # each pair (a, b) in the heads of x (N, H, D) becomes (a cos - b sin, b cos + a sin)
-    cos, sin = rope
+def rotate(x, cos_sin):   # each pair (a, b) in heads x (N, H, D) becomes (a cos - b sin, b cos + a sin)
+    cos, sin = cos_sin
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 class Attention(nn.Module):
@@ -160,8 +161,9 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(gate) * up)
 
 class Block(nn.Module):
-    """One layer, for N tokens (N, C) of any rows. `rows` (section 4) knows who attends to whom. `layer` tells
-    it where in the model they are: which layer this is, and how often it was applied before."""
+    """One layer, for N tokens (N, C) of any rows. `rows` (section 4) knows who attends to whom. `layer` is
+    (name or index, turn): which layer this is, and how often it was applied before, as in ("first", 0) or
+    (2, 1)."""
     def __init__(self, config):
         super().__init__()
         self.attn_norm = nn.RMSNorm(config.n_embd, eps=1e-5)
@@ -195,7 +197,7 @@ class MoR(nn.Module):
 
     def forward(self, idx, targets=None, causal=None, max_depth=None, threshold=0.5, k=None,
                 past=None, start=0):
-        """idx (B, T) -> logits (B, T, V), loss, Routing. Raises ValueError, see `check`.
+        """idx (B, T) -> logits (B, T, V), loss, Routing. Raises ValueError, see `check` (which leaves out k).
 
         loss: None without targets (B, T); else their mean cross-entropy in nats per token (-1 is left out)
         plus the router's losses by their coefficients. causal: whether tokens are routed by what came before
@@ -220,7 +222,7 @@ class MoR(nn.Module):
             loss = F.cross_entropy(logits.to(self.wide), targets.flatten(), ignore_index=-1)
             routing.add("lm", loss)
             for name, coef in self.router.coef.items() if self.router else []:
-                loss = loss + coef * routing.losses.get(name, 0.0)   # causal routing has no top-k to predict
+                loss = loss + coef * routing.losses.get(name, 0.0)   # causal expert-choice has none
         return logits.view(len(idx), -1, logits.shape[1]), loss, routing.finish(*idx.shape)
 
     def enter(self, idx, rows):   # tokens (N,) through the embedding and the first layer, (N, C)
@@ -282,9 +284,9 @@ class Routing:
         self.losses[name] = self.losses.get(name, 0.0) + value
 
     def finish(self, B, T):
-        """Back to rows. Health: load (n_rec,), the share of tokens at each depth; mean_depth; dead, the share
-        of positions that no row of the batch sent to the last recursion (2/3 if always the same third goes).
-        """
+        """Depth and logits back to rows. Health: load (n_rec,), the share of tokens at each depth;
+        mean_depth; dead, the share of positions that no row of the batch sent to the last recursion (2/3 if
+        always the same third goes)."""
         self.depth = self.depth.view(B, T)
         self.logits = self.logits.view(B, T, -1)
         self.health["load"] = F.one_hot(self.depth - 1, self.logits.shape[2]).float().mean(dim=(0, 1))
@@ -304,10 +306,12 @@ class Rows:
     own. The two KV caches of the paper (section 2.2.2) differ in which keys are handed over:
 
         cache         who writes keys and values        what a query at depth r sees
-        recursion     every token, wherever it goes     the tokens that went as deep as r
+        recursion     every token, wherever it goes     the tokens that went at least as deep as r
         shared        every token, at depth 1 only      every token; deeper, no key and no value is projected
 
-    Tokens stay in row order, and in position order within a row: then `is_causal` is that rule, maskless."""
+    Tokens stay in row order, and in position order within a row. Then is_causal=True is that rule, and no
+    mask is needed. Where of B=2 rows of T=4 tokens 0 and 2 of the first and 3 of the second have remained,
+    flat is 0 2 7, S is 2 and cell is 0 1 2, in a grid of 2 x S places."""
     B: int
     T: int
     S: int  # tokens in each row, or at most
@@ -358,7 +362,7 @@ class Rows:
                 self.past[layer] = kv
         q = self.grid(q, cell, S)                                                          # (B, H, S, D)
         k, v = kv.chunk(2, dim=1)
-        causal = self.T > 1   # the newest token alone sees everything
+        causal = self.T > 1   # one new token sees all of past; where there are more, past is empty
         y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)     # (B, H, S, D)
         y = y.transpose(1, 2).flatten(0, 1)                                                # (B*S, H, D)
         return y if cell is None else y.index_select(0, cell)
@@ -409,7 +413,7 @@ class ExpertRouter(nn.Module):
     def forward(self, x, rows, recursion, routing):
         out = x                                                                            # (N, C)
         for r in range(routing.max_depth):
-            z = self.ask(x, rows, r)                                                       # (N, 1)
+            z = self.ask(x, rows, r)   # for the gate, and for the choice of all but the first: (N, 1)
             routing.logits[rows.flat, r] = z.detach()[:, 0]
             keep = self.choose(x, z, rows, routing, r)                                     # (N',)
             if len(keep) == 0:
@@ -442,7 +446,7 @@ class ExpertRouter(nn.Module):
         k = routing.k[r]
         if r > 0 and k < rows.S:   # the best, back in position order, so that attention stays causal
             best = z.detach().view(rows.B, rows.S).topk(k, sorted=False).indices           # (B, k)
-            first = keep.view(rows.B, rows.S)[:, :1]   # token of each row, (B, 1)
+            first = keep.view(rows.B, rows.S)[:, :1]   # index of each row's first token, (B, 1)
             keep = (first + best.sort(dim=1).values).flatten()                             # (B * k,)
         kept = torch.zeros_like(z).index_fill(0, keep, 1.0)                                # (N, 1)
         routing.add("aux", F.binary_cross_entropy_with_logits(predicted, kept))   # a mean over those asked
@@ -465,6 +469,7 @@ class ExpertRouter(nn.Module):
         z = [self.ask(x, here, r) for r in range(1, engine.max_depth)]
         predicted = [self.predict(x, z_r, r) for r, z_r in enumerate(z, 1)]
         nobody = torch.full_like(done, torch.nan, dtype=engine.z.dtype)
+        # Column `done` of these is the logit before recursion done + 1, the next one.
         engine.z[here.slot, here.done + 1] = torch.cat([*z, nobody], dim=1).gather(1, done)[:, 0]
         return x, ~(torch.cat([*predicted, nobody], dim=1).gather(1, done)[:, 0] > engine.bar)
 
@@ -571,7 +576,7 @@ def make_router(config):
     token = LossFreeRouter if config.balance == "loss_free" else TokenRouter
     cls = RandomRouter if config.router_arch == "random" else dict(expert=expert, token=token)[config.router]
     router = cls(config)
-    if config.gate in ("sigmoid", "tanh"):
+    if config.gate in ("sigmoid", "tanh") and cls is not RandomRouter:
         router.squash = getattr(torch, config.gate)
     return router
 
@@ -606,7 +611,8 @@ def write(model, prompt, max_new_tokens, temperature=1.0, top_k=None, seed=0, ma
 
     Each forward gets the new tokens only. `past` has keys and values of all earlier ones: every layer adds to
     it, and reads it. So early exit needs nothing more: a token that leaves is not in the next recursion, is
-    not computed there, and leaves nothing in `past` for it. Raises ValueError when the first is asked for."""
+    not computed there, and leaves nothing in `past` for it. As a generator, it raises ValueError only at the
+    first next()."""
     check_text(model, prompt, max_new_tokens, temperature, top_k)
     stream = random.Random(seed)
     new, start, past = list(prompt), 0, {}
@@ -681,8 +687,8 @@ class Batch:
     """Plays the part of Rows in the engine: the newest tokens of n texts, each of which adds an entry to a
     row and reads it. Tokens that write come first: in the shared cache, only those at recursion 1 do.
 
-    Compiled calls need fixed shapes. Free places in them go to a spare slot, in which nobody reads; and a
-    token that has its entry writes another one there."""
+    Compiled calls need fixed shapes. Free places in them go to a spare slot, which no text reads; and a token
+    that already has its entry writes a dummy there."""
     def __init__(self, cache, requests, table, compiled):
         self.cache = cache
         self.n_new = 0
@@ -692,8 +698,10 @@ class Batch:
             r = min(request.done, len(cache.room) - 1)
             used = cache.used[request.slot]
             start = cache.base[r] + request.slot * cache.room[r]
-            write_at = (len(cache.used) - 1) * cache.room[0]   # the spare slot
-            if used[r] <= request.position:   # else it has one, as in the shared cache from recursion 2 on
+            write_at = (len(cache.used) - 1) * cache.room[0]   # the spare slot; uncompiled, not looked at
+            # A row has at most one entry for each earlier token, `position` of them. If it has more, this
+            # token has written its own: in the shared cache, at recursion 1.
+            if used[r] <= request.position:
                 write_at = start + used[r]
                 used[r] += 1
                 self.n_new += 1
@@ -720,7 +728,7 @@ class Batch:
         q = q.view(len(q), len(cached) // 2, -1, cached.shape[2])   # heads that share a key: (n, G, H/G, D)
         return self.read(q, cached, self.plan).flatten(1, 2)                               # (n, H, D)
 
-CALL = 2**14   # one call of attention costs a CPU about as much as copying so many numbers
+CALL = 2**14   # one call of attention costs about as much as copying so many numbers (measured on a CPU)
 
 def plan_reads(spans, kv):
     """How n queries are to read their rows of kv (2 * G, entries, D), each a span (recursion, start, length):
@@ -737,11 +745,12 @@ def plan_reads(spans, kv):
         heads = torch.arange(0, 2 * G * E, E, device=kv.device).view(2, 1, G, 1)
         first = torch.tensor(start, device=kv.device)[:, None]
         index = first + torch.minimum(entry, ends - 1)                                     # (n, longest)
-        return [(slice(None), heads + index[:, None], mask)]   # (2, n, G, longest)
+        return [(slice(None), heads + index[:, None], mask)]   # indices, (2, n, G, longest)
     calls = []
     for i, j in runs:
         longest = max(length[i:j])
         step = start[i + 1] - start[i] if j - i > 1 else 0
+        # Shape, strides and offset of keys and values as a view of kv, whose rows are `step` entries apart.
         view = (2, j - i, G, longest, D), (G * E * D, step * D, E * D, D, 1), start[i] * D
         calls.append((slice(i, j), view, mask[i:j, ..., :longest] if min(length[i:j]) < longest else None))
     return calls
@@ -773,7 +782,7 @@ def read(q, kv, calls):   # attention of each query of q (n, G, H/G, D) to its r
 @torch.library.custom_op("mor::read_rows", mutates_args=())
 def read_rows(q: Tensor, kv: Tensor, spans: Tensor) -> Tensor:
     """The same in compiled code, whose graph then does not depend on lengths. spans (n, 3): on the CPU."""
-    return read(q, kv, plan_reads(spans.tolist(), kv))
+    return read(q, kv, plan_reads(spans.tolist(), kv)).contiguous()   # as its fake below
 
 read_rows.register_fake(lambda q, *rest: torch.empty_like(q))
 
@@ -805,20 +814,20 @@ class Engine:
         room = [self.max_len] * (self.max_depth if c.cache == "recursion" else 1)
         self.entries = self.entries or room
         require(len(self.entries) == len(room) and all(1 <= n <= self.max_len for n in self.entries),
-                f"entries={self.entries} must be {len(room)}, each 1 to max_len={self.max_len}")
+                f"entries={self.entries} must be {len(room)} numbers, each 1 to max_len={self.max_len}")
         require(self.patience <= 1, f"patience={self.patience} must lie between 0 and 1")
         require(c.n_rec == 1 or c.cyclic,
                 f"sharing={c.sharing} has no depths to batch: use `write`, one text at a time")
         n = self.slots + self.compile   # compiled calls need a spare one, see Batch
         self.h = w.new_zeros(n, c.n_embd)   # residual stream of each slot's newest token
         self.entered = w.new_zeros(n, c.n_embd)   # the same after the first layer
-        self.z = F.pad(self.model.no_logits(n), (0, 1))   # what the router has said of it
+        self.z = F.pad(self.model.no_logits(n), (0, 1))   # what the router has said of it, and a spare column
         position = torch.arange(self.max_len, device=w.device)
         self.table = torch.stack(rope(position, c.head_dim, self.model.wide), dim=1)   # (max_len, 2, 1, D)
-        cache = partial(Cache, n, c, w)
-        self.caches = dict(enter=cache(["first"][:c.n_unshared], [self.max_len]),
-                           block=cache(range(c.n_shared), self.entries),
-                           head=cache(["last"][:c.n_unshared], [self.max_len]))
+        new_cache = partial(Cache, n, c, w)
+        self.caches = dict(enter=new_cache(["first"][:c.n_unshared], [self.max_len]),
+                           block=new_cache(range(c.n_shared), self.entries),
+                           head=new_cache(["last"][:c.n_unshared], [self.max_len]))
         self.spare = Request([0], 0, None, slot=self.slots, done=self.max_depth - 1)
         for cache in self.caches.values() if self.compile else []:
             cache.used[-1] = [1] * len(cache.room)

@@ -376,6 +376,8 @@ def test_random_routing():
     generating."""
     model, idx = build(router_arch="random", block_size=1024, n_layer=3), ids(2, 900)
     assert not list(model.router.parameters())
+    other = build(router_arch="random", block_size=1024, n_layer=3, gate="tanh")   # gates are 1 here
+    assert torch.equal(model(idx)[0], other(idx)[0])
     assert torch.equal(model(idx)[2].depth, model(idx)[2].depth)
     model.train()
     a, b = model(idx)[2].depth, model(idx)[2].depth
@@ -840,6 +842,15 @@ def test_generate_edges():
     for entries in ([32], [0, 32, 32], [32, 32, 33]):
         with pytest.raises(ValueError, match="entries="):
             Engine(model, entries=entries)
+
+def test_read_rows():
+    """The op in compiled code keeps torch's rules: layout, no aliases; with rows as views and copied."""
+    q, kv = torch.randn(3, 2, 2, 8), torch.randn(4, 40, 8)
+    for spans in ([(0, 0, 5), (0, 10, 7), (0, 20, 3)], [(0, 0, 5), (1, 9, 2), (2, 11, 9)]):
+        for call in (0, 2**40):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(mor, "CALL", call)
+                torch.library.opcheck(mor.read_rows, (q, kv, torch.tensor(spans)))
 
 @pytest.mark.parametrize("mode", [ROUTED[0], ROUTED[3], ROUTED[1], dict(router="none", sharing="cycle")],
                          ids=name)
@@ -1692,7 +1703,7 @@ def test_bench_generate(small, monkeypatch, capsys):
         if row["slots"] > 4 and "MoR" in row["model"]:   # as much memory: not one slot more would fit
             assert memory - mine / row["slots"] < mine <= memory
     assert any(row["model"] == "MoR-3, expert, shared cache" and row["slots"] == 8 for row in rows)   # of 4
-    assert rows[0]["speed / plain"] == "1.00 [1.00 1.00]"
+    assert rows[0]["speed / plain, 4 slots"] == rows[0]["/ plain, as many"] == "1.00 [1.00 1.00]"
     wrong = generate
     monkeypatch.setattr(bench, "generate", lambda *args, **rest: [
         replace(text, tokens=[(t + 1) % 257 for t in text.tokens]) for text in wrong(*args, **rest)])
