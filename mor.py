@@ -465,7 +465,8 @@ class ExpertRouter(nn.Module):
         on, and who leaves (n,). All are asked at all depths, so that no shape depends on where they are;
         after the last one comes NaN, above no bar."""
         done = here.done[:, None]                                                          # (n, 1)
-        x = h + self.gate(engine.z[here.slot].gather(1, done)).to(h.dtype) * x             # Eq 2.1
+        gate = self.gate(engine.z.index_select(0, here.slot).gather(1, done))              # (n, 1)
+        x = h + gate.to(h.dtype) * x                                                       # Eq 2.1
         z = [self.ask(x, here, r) for r in range(1, engine.max_depth)]
         predicted = [self.predict(x, z_r, r) for r, z_r in enumerate(z, 1)]
         nobody = torch.full_like(done, torch.nan, dtype=engine.z.dtype)
@@ -526,10 +527,10 @@ class TokenRouter(nn.Module):
         return self.score(x)
 
     def advance(self, h, x, here, engine):   # in the engine: as in ExpertRouter
-        gate = self.gate(engine.z[here.slot, :-1])
+        gate = self.gate(engine.z.index_select(0, here.slot)[:, :-1])
         choice = self.choose(gate)   # the gate is that of the choice, even where max_depth cuts it short
         leaves = here.done[:, None] >= choice.clamp(max=engine.max_depth - 1)
-        out = engine.entered[here.slot] + gate.gather(1, choice).to(x.dtype) * x
+        out = engine.entered.index_select(0, here.slot) + gate.gather(1, choice).to(x.dtype) * x
         return torch.where(leaves, out, x), leaves[:, 0]
 
 # Variants that the paper's appendix tried: skip them on a first reading.
@@ -728,7 +729,7 @@ class Batch:
         q = q.view(len(q), len(cached) // 2, -1, cached.shape[2])   # heads that share a key: (n, G, H/G, D)
         return self.read(q, cached, self.plan).flatten(1, 2)                               # (n, H, D)
 
-CALL = 2**14   # one call of attention costs about as much as copying so many numbers (measured on a CPU)
+CALL = 2**15   # one call of attention costs about as much as copying so many numbers (measured on a CPU)
 
 def plan_reads(spans, kv):
     """How n queries are to read their rows of kv (2 * G, entries, D), each a span (recursion, start, length):
@@ -741,7 +742,7 @@ def plan_reads(spans, kv):
     mask = kv.new_zeros(len(ends), len(entry)).masked_fill_(entry >= ends, -math.inf)[:, None, None]
     runs = even_runs(recursion, start)
     G, E, D = len(kv) // 2, *kv.shape[1:]
-    if mask.numel() * G * D < (len(runs) - 3) * CALL:   # to copy costs about as much as three calls
+    if mask.numel() * G * D < (len(runs) - 1) * CALL:
         heads = torch.arange(0, 2 * G * E, E, device=kv.device).view(2, 1, G, 1)
         first = torch.tensor(start, device=kv.device)[:, None]
         index = first + torch.minimum(entry, ends - 1)                                     # (n, longest)
@@ -773,7 +774,7 @@ def read(q, kv, calls):   # attention of each query of q (n, G, H/G, D) to its r
     y = []
     for queries, place, mask in calls:
         if torch.is_tensor(place):
-            k, v = kv.view(-1, kv.shape[2])[place]   # (n, G, longest, D) each
+            k, v = F.embedding(place, kv.view(-1, kv.shape[2]))   # (n, G, longest, D) each
         else:
             k, v = kv.as_strided(*place)
         y.append(F.scaled_dot_product_attention(q[queries], k, v, mask))
@@ -902,22 +903,24 @@ class Engine:
 
     def enter(self, here):   # new tokens through the first layer
         x = self.model.enter(here.token, here)                                             # (n, C)
-        self.h[here.slot] = x
+        self.h.index_copy_(0, here.slot, x)
         if self.model.router:
-            self.entered[here.slot] = x
-            self.z[here.slot, :-1] = self.model.router.enter(x, here)
+            self.entered.index_copy_(0, here.slot, x)
+            self.z[:, :-1].index_copy_(0, here.slot, self.model.router.enter(x, here))
 
     def block(self, here):   # each token one recursion further; returns which of them leave, (n,)
-        h = self.h[here.slot]
+        h = self.h.index_select(0, here.slot)                                              # (n, C)
         x = self.model.recursion(h, here, 0)   # of any, as all are the same layers
-        leaves = here.done + 1 >= self.max_depth
         if self.model.router:
             x, leaves = self.model.router.advance(h, x, here, self)
-        self.h[here.slot] = x
+        else:
+            leaves = here.done + 1 >= self.max_depth
+        self.h.index_copy_(0, here.slot, x)
         return leaves
 
     def head(self, here):   # logits (n, V) of the next tokens, and what the router has said, (n, n_rec + 1)
-        return self.model.head(self.h[here.slot], here), self.z[here.slot]
+        h = self.h.index_select(0, here.slot)
+        return self.model.head(h, here), self.z.index_select(0, here.slot)
 
     def next_tokens(self):
         """Those who wait choose their next tokens, and go on with them unless the text ends there."""
