@@ -1784,6 +1784,7 @@ def test_bench_look():
         assert [row["tokens"] for row in rows[1:7:2]] == [(routing.depth > r).sum().item() for r in range(3)]
         assert all(row["hidden, cosines"][-2] == "9" for row in rows)   # each with itself
         assert (rows[3]["key"] == "") == ("." in rows[3]["key, cosines"]) == (cache == "shared")
+        assert train.evaluate(model, [(x, x)], "float32")["load"] and not model.training   # as it was
         first = model.first[0]
         h = model.wte(x.flatten())
         _, v = first.attn.kv_proj(first.attn_norm(h)).chunk(2, dim=1)
