@@ -843,6 +843,22 @@ def test_generate_edges():
         with pytest.raises(ValueError, match="entries="):
             Engine(model, entries=entries)
 
+@pytest.mark.parametrize("call", [0, 2**40])
+def test_reads(call, monkeypatch):
+    """As views or copied, a query sees its row up to its length and nothing else, wherever the row lies."""
+    monkeypatch.setattr(mor, "CALL", call)
+    room, rng = [30, 20, 5], np.random.default_rng(0)
+    base = [0, 90, 150]   # of three slots
+    for _ in range(50):
+        spans = sorted((r, base[r] + slot * room[r], int(rng.integers(1, room[r] + 1)))
+                       for slot, r in enumerate(rng.integers(3, size=3)))
+        q, kv = torch.randn(3, 2, 2, 8).double(), torch.randn(4, 165, 8).double()
+        y = mor.read(q, kv, mor.plan_reads(spans, kv))
+        for i, (_, start, length) in enumerate(spans):
+            k, v = kv[:, start:start + length].chunk(2)
+            expected = (q[i] @ k.transpose(1, 2) / 8**0.5).softmax(dim=2) @ v
+            torch.testing.assert_close(y[i], expected, rtol=0, atol=1e-12)
+
 def test_read_rows():
     """The op in compiled code keeps torch's rules: layout, no aliases; with rows as views and copied."""
     q, kv = torch.randn(3, 2, 2, 8), torch.randn(4, 40, 8)
