@@ -757,8 +757,8 @@ def plan_reads(spans, kv):
     return calls
 
 def even_runs(recursion, start):
-    """Groups [i, j) of neighbours of the same recursion (so that no row is far longer than the others) whose
-    starts ascend by equal steps."""
+    """Groups [i, j) of neighbours whose starts ascend by equal steps, in the same recursion: there rows have
+    the same room, so that a view as long as the longest of them ends inside kv."""
     runs = [[0, 1]]
     for i in range(1, len(start)):
         first = runs[-1][0]
