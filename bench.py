@@ -1,10 +1,10 @@
 """Measure, side by side, on the machine at hand: what a model costs, how fast it is and how good.
 
-    python bench.py              all of the next four, small: under 4 minutes on two cores
+    python bench.py              all of the next four, small: 2 to 4 minutes on two cores
     python bench.py cost         parameters, FLOPs and cache by formula, beside the paper's numbers; no timing
     python bench.py train        a training step of each variant, beside a plain Transformer's
     python bench.py generate     tokens a second of the engine, at equal slots and at equal KV memory
-    python bench.py quality      losses of models trained alike: an hour on two cores
+    python bench.py quality      losses of models trained alike: 40 to 60 minutes on two cores
     python bench.py look         what a trained router does, and what unrolled layers have in common
     python bench.py gpu          what a GPU makes of attention, and of bfloat16
     python bench.py train --model=135m --batch_size=1      each part for another size
@@ -55,7 +55,7 @@ class BenchConfig:
     batch_size: int = 0  # train: rows in a step; 0: as train.py chooses
     rounds: int = 7  # turns of each variant
     steps: int = 5  # train: steps in a turn
-    passes: int = 40  # generate: passes of the shared block in a turn
+    passes: int = 48  # generate: passes of the shared block in a turn; best a multiple of all n_rec
     slots: int = 32  # generate: texts in flight
     quick: int = 0  # generate: texts are so many times shorter than 256 tokens; 0: as block_size demands
     max_steps: int = 1000  # quality: steps of each training
@@ -257,7 +257,7 @@ def serve(engine, texts, passes):
     def step():
         while len(engine.queue) < engine.slots:
             engine.submit(*next(texts))
-        engine.step()
+        engine.counts["depth"] += sum(request.depths[-1] for request in engine.step())
     took = seconds(engine.h.device, step, passes) * passes
     return (engine.counts["tokens"] - before) / took
 
@@ -347,7 +347,7 @@ def generation(bench):
         key, base, c = (name, slots), (plain[name], bench.slots), models[name].config
         n = Counter(engine.counts)
         (block, head), head_share = stopwatch(engine, texts, 2 * bench.passes)
-        depth = n["block_rows"] / n["tokens"]
+        depth = n["depth"] / n["tokens"]
         headless[key] = statistics.median(speeds[key]) / (1 - head_share)
         rows.append({
             "model": name, "slots": slots, "KV MB": kv[name] * slots / 1e6,
@@ -419,7 +419,8 @@ def trained(argv, out, threads):
         resume = [f"--resume={out}"] if (out / "ckpt.pt").exists() else []
         run = subprocess.run([sys.executable, train.__file__, *argv, *resume], capture_output=True, text=True,
                              env={**os.environ, "OMP_NUM_THREADS": threads})
-        require(run.returncode == 0, f"train.py {' '.join(argv)} ended with: {run.stderr.strip()[-200:]}")
+        last = run.stderr.strip().rpartition("\n")[2]
+        require(run.returncode == 0, f"train.py {' '.join(argv)} ended with: {last}")
         lines = log.read_text().splitlines()
     return json.loads(lines[0]), json.loads(lines[-1])
 
@@ -656,7 +657,7 @@ def main(argv):
     if part:
         model = {"cost": "360m", "quality": "tiny"}.get(part, auto.get("model", "tiny"))
         return parts[part](BenchConfig(**{"model": model, **given}))
-    small = {**dict(rounds=3, steps=2, passes=20, max_steps=40, seeds=1, eval_rows=100), **given}
+    small = {**dict(rounds=3, steps=2, passes=24, max_steps=40, seeds=1, eval_rows=100), **given}
     with tempfile.TemporaryDirectory() as folder:
         cost(BenchConfig(**{"model": "360m", **small}))
         for part, out_dir in ((training, ""), (generation, ""), (quality, given.get("out_dir", folder))):

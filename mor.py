@@ -27,7 +27,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import pairwise
-from operator import attrgetter
+from operator import attrgetter, index
 from typing import Literal, get_args, get_origin
 
 import torch
@@ -41,16 +41,18 @@ def require(fine, message):   # message: one sentence that names the value and w
         raise ValueError(message)
 
 def check_fields(config, **least):
-    """ValueError for a field of a dataclass with an unknown choice or too small a number. None and the
-    default always pass; the least is `least[name]`, or, without that, 1 for an int and 0 for a float."""
+    """ValueError for a field of a dataclass with an unknown choice or an unfit number. The default always
+    passes; the least is `least[name]`, or else 1 for an int and 0 for a float."""
     for f in fields(config):
         value = getattr(config, f.name)
         if get_origin(f.type) is Literal:
             choices = get_args(f.type)
             require(value in choices, f"{f.name}={value!r} is unknown: choose from {str(choices)[1:-1]}")
-        elif f.type in (int, float) and value not in (f.default, None):
+        elif f.type in (int, float) and value != f.default:
             low = least.get(f.name, int(f.type is int))
-            require(low <= value < math.inf, f"{f.name}={value} must be a number of at least {low}")
+            number = isinstance(value, (int, f.type)) and low <= value < math.inf
+            also = "" if f.default is None or f.default >= low else f", or {f.default}"
+            require(number, f"{f.name}={value!r} must be {f.type.__name__}, at least {low}{also}")
 
 @dataclass
 class MoRConfig:
@@ -598,13 +600,15 @@ def pick(logits, u, temperature=1.0, top_k=None):
     return torch.searchsorted(total, u * total[:, -1:], right=True)[:, 0]
 
 def check_text(model, prompt, max_new_tokens, temperature=1.0, top_k=None):
-    """ValueError for arguments of which no text can come."""
+    """The prompt as a list of int. ValueError for arguments of which no text can come."""
+    prompt = [index(token) for token in prompt]
     V = model.config.vocab_size
-    require(prompt and min(prompt) >= 0 and max(prompt) < V and max_new_tokens >= 0,
-            f"max_new_tokens={max_new_tokens} must not be negative, and a prompt ({len(prompt)} tokens) must "
-            f"have one or more, each 0 to {V - 1}")
+    require(prompt and min(prompt) >= 0 and max(prompt) < V,
+            f"a prompt of {len(prompt)} tokens must have one or more, each 0 to {V - 1}")
+    require(max_new_tokens >= 0, f"max_new_tokens={max_new_tokens} must not be negative")
     require(0 <= temperature < math.inf and (top_k or 0) >= 0,
             f"temperature={temperature} and top_k={top_k} must not be negative")
+    return prompt
 
 @torch.inference_mode()
 def write(model, prompt, max_new_tokens, temperature=1.0, top_k=None, seed=0, max_depth=None, threshold=0.5):
@@ -614,9 +618,9 @@ def write(model, prompt, max_new_tokens, temperature=1.0, top_k=None, seed=0, ma
     it, and reads it. So early exit needs nothing more: a token that leaves is not in the next recursion, is
     not computed there, and leaves nothing in `past` for it. As a generator, it raises ValueError only at the
     first next()."""
-    check_text(model, prompt, max_new_tokens, temperature, top_k)
+    new = check_text(model, prompt, max_new_tokens, temperature, top_k)
     stream = random.Random(seed)
-    new, start, past = list(prompt), 0, {}
+    start, past = 0, {}
     for _ in range(max_new_tokens):
         idx = torch.tensor([new], device=model.wte.weight.device)
         logits, _, routing = model(idx, None, True, max_depth, threshold, past=past, start=start)
@@ -841,12 +845,12 @@ class Engine:
 
     def submit(self, prompt, max_new_tokens, seed=None):
         """Queue a prompt, a list of ids, and return its Request. ValueError if it cannot fit."""
-        check_text(self.model, prompt, max_new_tokens)
+        prompt = check_text(self.model, prompt, max_new_tokens)
         # A prompt may send all its tokens to the last recursion: it has to fit into each row.
         require(len(prompt) <= min(self.max_len, *self.entries), f"a prompt of {len(prompt)} tokens does not "
                 f"fit into max_len={self.max_len} and entries={self.entries}")
         seed = torch.randint(2**62, ()).item() if seed is None else seed
-        request = Request(list(prompt), max_new_tokens, random.Random(seed), newest=prompt[-1],
+        request = Request(prompt, max_new_tokens, random.Random(seed), newest=prompt[-1],
                           position=len(prompt) - 1)
         if max_new_tokens == 0:
             request.reason = "max_new_tokens"
@@ -948,11 +952,12 @@ class Engine:
 def generate(model, prompts, max_new_tokens, temperature=1.0, top_k=None, seed=None, slots=None, **options):
     """Go on with each prompt, a list of token ids. Returns their Requests, with `tokens` and `depths`.
 
-    seed: of the first; each further one adds 1. slots: how many run at a time, by default up to 32. A text
-    ends where it fills block_size. The rest, and options: see Engine. Raises ValueError."""
+    seed: of the first; each further one adds 1; None: any. slots: how many run at a time, by default up to
+    32. A text ends where it fills block_size. The rest, and options: see Engine. Raises ValueError."""
     slots = min(32, max(1, len(prompts))) if slots is None else slots
     longest = max(map(len, prompts), default=0) + max(1, max_new_tokens)
-    engine = Engine(model, slots, min(longest, model.config.block_size), None, temperature, top_k, **options)
+    engine = Engine(model, slots, min(longest, model.config.block_size), temperature=temperature, top_k=top_k,
+                    **options)
     requests = [engine.submit(prompt, max_new_tokens, None if seed is None else seed + i)
                 for i, prompt in enumerate(prompts)]
     list(engine.run())

@@ -43,6 +43,7 @@ class SampleConfig:
 
     def __post_init__(self):
         check_fields(self, max_new_tokens=0, seed=0)
+        require(self.num_samples <= 10**5, f"num_samples={self.num_samples} must be 1 to {10**5}")
         for name in ("html", "svg"):
             value = getattr(self, name)
             require(not value or value.endswith("." + name),

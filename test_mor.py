@@ -413,7 +413,8 @@ def test_config_errors():
             (dict(n_layer=2), "n_layer=2"), (dict(router="expart"), "'expart'"),
             (dict(gate="tanh", router="token"), "gate=tanh"), (dict(alpha=-2.0), "alpha=-2.0"),
             (dict(aux_coef=math.nan), "aux_coef=nan"), (dict(z_coef=-0.5), "z_coef"),
-            (dict(router_arch="random", router="token"), "random"), (dict(vocab_size=0), "vocab_size=0")]:
+            (dict(router_arch="random", router="token"), "random"), (dict(vocab_size=0), "vocab_size=0"),
+            (dict(n_rec=2.5), "n_rec=2.5"), (dict(n_rec="3"), "n_rec='3'"), (dict(alpha=None), "alpha=None")]:
         with pytest.raises(ValueError, match=".") as error:
             MoRConfig(**options)
         assert words in str(error.value) and "\n" not in str(error.value)
@@ -826,6 +827,7 @@ def test_generate_edges():
     assert ask(top_k=96) == ask(top_k=1000) == ask() == ask(slots=1) == ask(slots=7)
     assert ask() == [[token for token, _ in write(model, [i], 6, seed=seed)] for i, seed in ((5, 1), (7, 2))]
     assert ask([[5]] * 9, slots=2)[3] == ask([[5]], seed=4)[0]
+    assert ask(torch.tensor([[5], [7]])) == ask() == ask(entries=[7, 7, 7])
     assert max(sum(ask(n=20, vocab_size=9, temperature=5.0), [])) < 9
     torch.manual_seed(0)
     a, b = ask(seed=None), ask(seed=None)
