@@ -193,12 +193,8 @@ class Run:
         self.step += 1
         return numbers
 
-def train(run, log):
-    """Step until max_steps or Ctrl-C; log, evaluate (each process on all rows) and save on the way."""
-    tc, stop, halt, losses, clock = run.tc, [], False, [], time.perf_counter()
-    val = val_batches(run.source.val, tc.batch_size, run.config.block_size, tc.eval_rows, run.device)
-    keep = {int(s) for s in tc.keep_steps.split(",") if s}
-
+def catch_signals(run, stop):
+    """Have Ctrl-C and SIGTERM append to stop instead of ending the process. Returns the handlers before."""
     def ask(signum, frame):
         signal.signal(signum, signal.SIG_DFL)   # asked twice: leave at once; the last checkpoint is whole
         stop.append(signum)
@@ -206,13 +202,20 @@ def train(run, log):
             os.write(2, b"finishing this step, then saving; once more to leave without\n")
         if run.reading:   # a wait for data may be long; else the step is finished first
             raise KeyboardInterrupt
+    return {signum: signal.signal(signum, ask) for signum in (signal.SIGINT, signal.SIGTERM)}
+
+def train(run, log):
+    """Step until max_steps or Ctrl-C; log, evaluate (each process on all rows) and save on the way."""
+    tc, stop, halt, losses, clock = run.tc, [], False, [], time.perf_counter()
+    val = val_batches(run.source.val, tc.batch_size, run.config.block_size, tc.eval_rows, run.device)
+    keep = {int(s) for s in tc.keep_steps.split(",") if s}
 
     def record(numbers, line):
         print(line, flush=True)
         log.write(json.dumps({"step": run.step, **numbers}) + "\n")
         log.flush()
 
-    before = {signum: signal.signal(signum, ask) for signum in (signal.SIGINT, signal.SIGTERM)}
+    before = catch_signals(run, stop)
     while not halt:
         numbers = run.train_step()
         losses.append(numbers["lm"])
