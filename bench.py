@@ -178,8 +178,7 @@ def count_kv(c):
     return share, written / COUNTED * 2 * c.n_kv_head * c.head_dim * 2, reads.total / COUNTED
 
 def table_2(bench):
-    """The paper's ratios, which are those of the recursions alone; and those of the model, whose first and
-    last layer save nothing."""
+    """The paper's ratios, of recursions alone; and the model's, whose first and last layer save nothing."""
     rows = []
     for n in (2, 3, 4):
         for cache in ("recursion", "shared"):
@@ -595,8 +594,7 @@ def unrolled(model, idx):
 # ---- gpu ---------------------------------------------------------------------------------------------------
 
 def attention_forms(bench, device):
-    """Shared keys and values, forward and backward: queries back on the grid of all positions, against a
-    mask."""
+    """Shared keys and values, forward and backward: queries back on the grid, against a mask."""
     c, B, rows = MoRConfig(**bench.size), bench.batch_size or 16, []
     T, H, G, D = c.block_size, c.n_head, c.n_kv_head, c.head_dim
     like = dict(device=device, dtype=torch.bfloat16, requires_grad=True)

@@ -749,8 +749,8 @@ def plan_reads(spans, kv):
     if mask.numel() * G * D < (len(runs) - 1) * CALL:
         heads = torch.arange(0, 2 * G * E, E, device=kv.device).view(2, 1, G, 1)
         first = torch.tensor(start, device=kv.device)[:, None]
-        index = first + torch.minimum(entry, ends - 1)                                     # (n, longest)
-        return [(slice(None), heads + index[:, None], mask)]   # indices, (2, n, G, longest)
+        place = first + torch.minimum(entry, ends - 1)                                     # (n, longest)
+        return [(slice(None), heads + place[:, None], mask)]   # indices, (2, n, G, longest)
     calls = []
     for i, j in runs:
         longest = max(length[i:j])

@@ -89,8 +89,7 @@ def test_golden(case):
 # ---- The model against an oracle that loops over tokens in plain Python ------------------------------------
 
 def build(seed=0, **options):
-    """A tiny float64 model whose weights are large enough that every choice and every layer shows in the
-    logits."""
+    """A tiny float64 model, its weights so large that every choice and layer shows in the logits."""
     torch.manual_seed(seed)
     model = MoR(MoRConfig(**{**TINY, **options})).double().eval()
     with torch.no_grad():
@@ -329,8 +328,7 @@ def test_nobody_deeper(router, cache):
 # ---- Routers -----------------------------------------------------------------------------------------------
 
 def test_expert_losses():
-    """The auxiliary loss and its accuracy at known logits: ln 2 at z = 0, small when the threshold is the
-    top-k."""
+    """Auxiliary loss and accuracy at known logits: ln 2 at z = 0, small when the threshold is the top-k."""
     model, idx = build(), ids(2, 12)
     with torch.no_grad():
         for score in model.router.score:
@@ -343,8 +341,7 @@ def test_expert_losses():
     assert z[..., 0].isfinite().all() and z[..., 2].isnan().sum() == 2 * 4
 
 def test_token_losses():
-    """Balance loss 1 when uniform, n_rec when collapsed; z-loss ln(n_rec)^2 at logits 0; MaxVio, entropy
-    likewise."""
+    """Balance loss 1 when uniform, n_rec when collapsed; z-loss ln(n_rec)^2 at logits 0; MaxVio, entropy."""
     model, idx = build(router="token", balance="loss_free"), ids(2, 12)
     with torch.no_grad():
         model.router.score.layers[0].weight.zero_()
@@ -372,8 +369,7 @@ def test_total_loss():
 
 @torch.no_grad()
 def test_random_routing():
-    """The paper's baseline: capacities as always, anew in training; repeatable, causal and as deep when
-    generating."""
+    """The paper's baseline: as always in training, but anew; repeatable, causal, as deep when generating."""
     model, idx = build(router_arch="random", block_size=1024, n_layer=3), ids(2, 900)
     assert not list(model.router.parameters())
     other = build(router_arch="random", block_size=1024, n_layer=3, gate="tanh")   # gates are 1 here
@@ -431,8 +427,7 @@ def test_config_errors():
 # ---- Sharing and costs -------------------------------------------------------------------------------------
 
 def test_weights_stay_shared(tmp_path):
-    """One block, however often it is applied: after a step, save, load, copy to another dtype, and
-    compile."""
+    """One block, however often it is applied: after a step, save, load, copy to another dtype, compile."""
     model = build().train()
     count = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -489,8 +484,7 @@ def test_flops(mode):
     assert counter.get_total_flops() == pytest.approx(2 * 24 * flops_per_token(model.config, 24), rel=1e-9)
 
 def test_kv_bytes():
-    """The paper's cache sizes (Table 2): (n_rec + 1) / 2 n_rec of vanilla, or 1 / n_rec, apart from the two
-    full layers."""
+    """Cache sizes of the paper's Table 2, (n_rec + 1) / 2 n_rec or 1 / n_rec, but for two full layers."""
     for n_rec in (2, 3, 4):
         c = MoRConfig(**{**PRESETS["360m"], "n_layer": 24}, n_rec=n_rec, sharing="cycle")
         vanilla = kv_bytes_per_token(replace(c, n_rec=1))
@@ -501,8 +495,7 @@ def test_kv_bytes():
     assert ratio == pytest.approx(0.688, abs=1e-3)
 
 def test_compile():
-    """The expert-choice training step is one graph without a break, and a capacity warm-up makes at most
-    three."""
+    """An expert-choice step is one graph without a break, and a capacity warm-up makes at most three."""
     graphs = []
 
     def backend(graph, inputs):
@@ -578,8 +571,7 @@ def random_prompts(*lengths):
     return [ids(1, T, seed=T)[0].tolist() for T in lengths]
 
 def written(model, prompt, n, **options):
-    """What `write` makes of a prompt, as a request: tokens, depths, logits of the router, and `heads`, those
-    of the head."""
+    """What `write` makes of a prompt, as a request; `heads` has the logits of the head."""
     said, hook = [], model.register_forward_hook(lambda module, args, y: said.append(y))
     tokens, depths = zip(*write(model, prompt, n, **options))
     hook.remove()
@@ -624,8 +616,7 @@ def uncached(model, text, **dials):
 
 @with_dials
 def test_write(mode, dials):
-    """One text, a token at a time, is what the forward without a cache says: logits, tokens, depths, logits
-    of the router."""
+    """One text, a token at a time, is what the forward without a cache says, in all that it says."""
     model = build(**mode)
     for prompt in random_prompts(1, 5, 17):
         text = written(model, prompt, 7, temperature=0, **dials)
@@ -921,8 +912,7 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 def test_parse():
-    """What people type: with = or a space, 1e3 for a whole number, any case for a bool; only what was given
-    counts."""
+    """What people type: = or a space, 1e3 for an int, any case for a bool; only what was given counts."""
     parse = lambda *argv: train.parse(argv, "", MoRConfig, train.TrainConfig)
     assert parse() == {}
     assert parse("--n_rec", "2", "--max_steps=1e3", "--compile=True", "--learning_rate=1", "--out_dir=2024",
@@ -992,8 +982,7 @@ def test_resume(go, options):
     assert torch.equal(a["rng"], b["rng"]) and not same(a["model"], weights("whole/step_10.pt"))
 
 def test_branch(go, capsys):
-    """A plateau checkpoint resumed with a smaller max_steps cools down; what contradicts the checkpoint is
-    refused."""
+    """A plateau checkpoint resumed with fewer max_steps cools down; what contradicts it is refused."""
     saved, save = [], train.save_checkpoint
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "save_checkpoint", lambda *what: save(*what) or saved.append(what[0].name))
@@ -1021,8 +1010,7 @@ def test_branch(go, capsys):
     assert torch.load("long/ckpt.pt", weights_only=True)["step"] == 22
 
 def test_interrupt(go, monkeypatch, capsys):
-    """Ctrl-C finishes the step and saves; a run shorter than the evaluation interval saves; going on is
-    exact."""
+    """Ctrl-C finishes the step and saves; so does a run without evaluations; going on is exact."""
     go("--max_steps=12", "--out_dir=whole")
     step = train.Run.train_step
 
@@ -1144,8 +1132,7 @@ def test_recipe(monkeypatch):
     assert not settle("--device=cuda", "--router=token").compile
 
 def test_log_and_learning(go, capsys):
-    """The loss falls in every mode; the log line and log.jsonl carry loss, rate, speed and the router's
-    health."""
+    """The loss falls in every mode; log line and log.jsonl carry loss, rate, speed, the router's health."""
     for options, words in [
             ([], ["depth 1.9", "aux ", "agree [", "dead "]), (["--cache=shared"], ["aux "]),
             (["--capacity_warmup=40"], ["aux "]),
@@ -1178,8 +1165,7 @@ def shard_files(folder, lengths):
 
 @pytest.mark.parametrize("lengths", [[8], [9], [10], [17], [5, 9, 30], [3, 0, 4, 12], [40]])
 def test_reader(lengths, tmp_path):
-    """An epoch gives every window of every shard once, targets are inputs shifted by one, and epochs
-    differ."""
+    """An epoch gives every window of every shard once; targets are shifted by one; epochs differ."""
     B, T = 2, 4
     reader = Reader(shard_files(tmp_path, lengths), B, T, seed=1)
     starts = np.cumsum([0, *lengths])
@@ -1230,8 +1216,7 @@ def test_token_files(tmp_path):
             use()
 
 def test_val_batches(tmp_path):
-    """The same windows every time, spread over the whole file, each once, the last batch as short as it must
-    be."""
+    """The same windows every time, spread over the file, each once; the last batch is what is left."""
     write_tokens(tmp_path / "v.bin", [np.arange(1001, dtype=np.uint16)])
     batches = val_batches(tmp_path / "v.bin", 8, 10, 32, torch.device("cpu"))
     firsts = torch.cat([x[:, 0] for x, _ in batches]).tolist()

@@ -274,8 +274,7 @@ def evaluate(model, batches, dtype):
 # ---- What a log line says of router and GPU ----------------------------------------------------------------
 
 def pulse(numbers):
-    """The GPU's and the router's part of a log line. A collapse to one depth, or a threshold unlike the
-    top-k, shows."""
+    """GPU and router in a log line: a collapse to one depth, or a threshold unlike the top-k, shows."""
     percent = lambda values: f"[{' '.join(f'{100 * v:.0f}' for v in values)}]%"
     words = [""]
     words += [f"mfu {100 * numbers['mfu']:.0f}%"] if numbers.get("mfu") else []
