@@ -6,12 +6,13 @@
     python bench.py generate     tokens a second of the engine, at equal slots and at equal KV memory
     python bench.py quality      losses of models trained alike: 40 to 60 minutes on two cores
     python bench.py look         what a trained router does, and what unrolled layers have in common
-    python bench.py gpu          what a GPU makes of attention, and of bfloat16
+    python bench.py gpu          at most ten minutes: is what we take for granted about a GPU so?
     python bench.py train --model=135m --batch_size=1      each part for another size
 
 Variants take turns, so that a slow minute of the machine is slow for all of them. A ratio is the median over
 the turns, with the least and the greatest in brackets. Output: Markdown tables, and a JSON line for each row.
 """
+import gc
 import json
 import math
 import os
@@ -26,7 +27,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Literal
 
@@ -39,8 +40,8 @@ from tqdm import tqdm
 import train
 from data import python_source
 from data.shards import val_batches
-from mor import (Engine, MoR, MoRConfig, PRESETS, check_fields, flops_per_token, generate, kv_bytes_per_token,
-                 kv_reads_per_token, n_params, require, shares)
+from mor import (Engine, MoR, MoRConfig, PRESETS, check_fields, flops_per_token, kv_bytes_per_token,
+                 kv_reads_per_token, n_params, page_size, pick, require, shares)
 
 SIZE = tuple(PRESETS["tiny"])   # the options of a model's size
 VARIANTS = {"plain": dict(n_rec=1), **{f"recursive-{n}": dict(n_rec=n, router="none") for n in (2, 3, 4)},
@@ -105,12 +106,16 @@ def ratios(values, others):
     return spread([a / b for a, b in zip(values, others)])
 
 def table(title, rows):
-    """Print dicts with the same keys as a Markdown table, then as JSON lines."""
-    print(f"\n**{title}**\n\n| " + " | ".join(rows[0]) + " |\n|" + " --- |" * len(rows[0]))
+    """Print dicts with the same keys as a Markdown table, each as it comes, then as JSON lines."""
+    done = []
     for row in rows:
-        print("| " + " | ".join(f"{v:,.3g}" if isinstance(v, float) else str(v) for v in row.values()) + " |")
+        if not done:
+            print(f"\n**{title}**\n\n| " + " | ".join(row) + " |\n|" + " --- |" * len(row))
+        print("| " + " | ".join(f"{v:,.3g}" if isinstance(v, float) else str(v) for v in row.values()) + " |",
+              flush=True)
+        done.append(row)
     print()
-    for row in rows:
+    for row in done:
         print(json.dumps({"table": title, **row}, ensure_ascii=False), flush=True)
 
 # ---- cost --------------------------------------------------------------------------------------------------
@@ -172,8 +177,8 @@ def count_kv(c):
     text = engine.submit([0], COUNTED, seed=0)
     with Reads() as reads:
         list(engine.run())
-    rows = [kv for cache in engine.caches.values() for kv in cache.kv.values()]   # (2, entries, 2)
-    written = sum(kv[0].any(dim=1).sum().item() for kv in rows)   # entries that are not zero
+    rows = [kv for cache in engine.caches.values() for kv in cache.kv.values()]   # (entries, 2, 2)
+    written = sum(kv[:, 0].any(dim=1).sum().item() for kv in rows)   # entries that are not zero
     share = [sum(depth > r for depth in text.depths) / COUNTED for r in range(c.n_rec)]
     return share, written / COUNTED * 2 * c.n_kv_head * c.head_dim * 2, reads.total / COUNTED
 
@@ -203,34 +208,46 @@ def training(bench):
     settled = {name: train.settle({**base, **VARIANTS[name]}, None) for name in names}
     depths = sorted({config.effective_depth for config, _ in settled.values()})
     plain = {f"plain, {d} layers": train.settle({**base, "n_layer": d}, None) for d in depths}
-    source, runs, peak = python_source.source("python", bench.data_dir), {}, {}
-    for name, (config, tc) in (plain | settled).items():
+    source, variants = python_source.source("python", bench.data_dir), plain | settled
+    for name, (config, _) in variants.items():
         require(config.vocab_size >= source.vocab_size,
                 f"vocab_size={config.vocab_size} must be at least {source.vocab_size} here")
-        before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-        runs[name] = run = train.Run(config, tc, source)
-        warm = seconds(device, run.train_step)   # compiles
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        run.train_step()
-        peak[name] = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
-        print(f"{name}: {tc.batch_size} x {config.block_size} tokens, {tc.dtype}, compile={tc.compile}; the "
-              f"first step took {warm:.1f} s", file=sys.stderr)
-
-    turns = {name: partial(seconds, device, run.train_step, bench.steps) for name, run in runs.items()}
-    times, rows = race(turns, bench.rounds, "train"), []
-    for name, run in runs.items():
-        like, c, T = f"plain, {run.config.effective_depth} layers", run.config, run.config.block_size
-        speed, load = run.tc.batch_tokens / statistics.median(times[name]), run.train_step()["load"].tolist()
-        share = [sum(load[r:]) for r in range(c.n_rec)]   # token-choice has no fixed loads
+    # Not all fit into the memory of a GPU: there it is one after the other, until eight minutes are over.
+    gpu, until = device.type == "cuda", time.monotonic() + 480
+    times, peak, load = {}, {}, {}
+    for group in [[name] for name in variants] if gpu else [list(variants)]:
+        if gpu and time.monotonic() > until:
+            print(f"{group[0]}: left out, eight minutes are over", file=sys.stderr)
+            continue
+        runs = {name: started(name, *variants[name], source)[0] for name in group}
+        turns = {name: partial(seconds, device, run.train_step, bench.steps) for name, run in runs.items()}
+        times |= race(turns, bench.rounds, "train")
+        load |= {name: run.train_step()["load"].tolist() for name, run in runs.items()}
+        peak |= {name: torch.cuda.max_memory_allocated() / 1e9 for name in runs if gpu}
+        del runs, turns
+        gc.collect()   # a compiled model holds itself
+    rows = []
+    for name in times:
+        (c, tc), like = variants[name], f"plain, {variants[name][0].effective_depth} layers"
+        T, speed = c.block_size, tc.batch_tokens / statistics.median(times[name])
+        share = [sum(load[name][r:]) for r in range(c.n_rec)]   # token-choice has no fixed loads
         row = {"model": name, "parameters": f"{n_params(c) / 1e6:,.4g}M", "tokens/s": f"{speed:,.0f}",
                "time / plain": ratios(times[name], times[like]),
-               "FLOPs / plain": flops_per_token(c, T, share=share) / flops_per_token(runs[like].config, T),
-               "mean depth": sum(share), "compiled": run.tc.compile}
-        if device.type == "cuda":
-            row |= {"MFU": train.mfu(run, speed), "peak GB": peak[name] / 1e9}
-        rows.append(row)
-    table(f"A step: width {c.n_embd}, {run.tc.batch_size} x {T} tokens, {run.tc.dtype}, {device}", rows)
+               "FLOPs / plain": flops_per_token(c, T, share=share) / flops_per_token(variants[like][0], T),
+               "mean depth": sum(share), "compiled": tc.compile}
+        rows.append(row | ({"MFU": train.mfu(c, tc, speed), "peak GB": peak[name]} if gpu else {}))
+    table(f"A step: width {c.n_embd}, {tc.batch_size} x {T} tokens, {tc.dtype}, {device}", rows)
+
+def started(name, config, tc, source):
+    """A training run that is warm, and the seconds of its first step, which compiles."""
+    run = train.Run(config, tc, source)
+    warm = seconds(run.device, run.train_step)
+    print(f"{name}: {tc.batch_size} x {config.block_size} tokens, {tc.dtype}, compile={tc.compile}; the "
+          f"first step took {warm:.1f} s", file=sys.stderr)
+    if run.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    run.train_step()
+    return run, warm
 
 # ---- generate ----------------------------------------------------------------------------------------------
 
@@ -266,18 +283,26 @@ def warm_up(engine, texts, tokens):
         serve(engine, texts, 8)
     engine.counts.clear()
 
-def checked(model, bench):
-    """Share of greedily written tokens that the forward without a cache finds likeliest too, up to rounding,
-    and at the same depth. ValueError if it is low."""
-    right, slack = [], 1e-3 if model.wte.weight.dtype == torch.float32 else 2e-2
-    prompts = [[i] for i in range(min(4, model.config.vocab_size))]
-    for text in generate(model, prompts, 24, temperature=0, compile=bench.compile):
-        ids = torch.tensor(text.prompt + text.tokens, device=model.wte.weight.device)
-        with torch.inference_mode():
-            logits, _, routing = model(ids[None, :-1], causal=True)
-        gap = logits[0].amax(dim=1) - logits[0].gather(1, ids[1:, None]).squeeze(1)
-        right += [g < slack and a == b
-                  for g, a, b in zip(gap.tolist(), routing.depth[0].tolist(), text.depths)]
+def checked(engine):
+    """Share of tokens in short texts, of likeliest and of drawn tokens, that the forward without a cache
+    would write too, up to rounding, and at the same depth. ValueError if it is low."""
+    model, right, usual = engine.model, [], engine.temperature
+    slack = 1e-3 if model.wte.weight.dtype == torch.float32 else 2e-2   # in logits, and in probability
+    for engine.temperature in (0.0, 1.0):
+        texts = [engine.submit([i], 24, seed=i) for i in range(min(4, model.config.vocab_size))]
+        list(engine.run())
+        for seed, text in enumerate(texts):
+            ids = torch.tensor(text.prompt + text.tokens, device=engine.h.device)
+            with torch.inference_mode():
+                logits, _, routing = model(ids[None, :-1], causal=True)
+            stream, new = random.Random(seed), ids[1:]
+            if engine.temperature:   # a number a bit lower, or higher, would draw this token or one beyond it
+                u = torch.tensor([stream.random() for _ in text.tokens], device=ids.device)
+                fine = (pick(logits[0], u - slack) <= new) & (new <= pick(logits[0], u + slack))
+            else:
+                fine = logits[0].amax(dim=1) - logits[0].gather(1, new[:, None])[:, 0] < slack
+            right += (fine & (routing.depth[0] == torch.tensor(text.depths, device=ids.device))).tolist()
+    engine.temperature = usual
     require(sum(right) >= 0.95 * len(right),
             f"of {len(right)} tokens, the forward without a cache would write only {sum(right)}")
     return sum(right) / len(right)
@@ -287,9 +312,9 @@ def stopwatch(engine, texts, passes):
     Waits for the device at each call: not for speed."""
     spent, calls, whole = Counter(), Counter(), dict(engine.calls)
 
-    def timed(name, here):
+    def timed(name, *plan):
         y = []
-        spent[name] += seconds(engine.h.device, lambda: y.append(whole[name](here)))
+        spent[name] += seconds(engine.h.device, lambda: y.append(whole[name](*plan)))
         calls[name] += 1
         return y[0]
     engine.calls = {name: partial(timed, name) for name in whole}
@@ -299,14 +324,16 @@ def stopwatch(engine, texts, passes):
 
 def contestants(bench, device):
     """Models by name. An untrained MoR goes deeper by chance, as often as training keeps a token; that of
-    out_dir routes as it has learned. Plain ones are as deep as these."""
-    size, names, loaded = bench.size, [f"MoR-{n}, expert" for n in (2, 3, 4)], {}
+    out_dir routes as it has learned. Plain ones are as deep as these. Compiled, which takes half a minute to
+    a minute for each engine, only MoR-3."""
+    size, names, loaded = bench.size, [f"MoR-{n}, expert" for n in ((3,) if bench.compile else (2, 3, 4))], {}
     if bench.out_dir:
         model = train.load_checkpoint(bench.out_dir)["model"]
         size, loaded[bench.out_dir] = {name: getattr(model.config, name) for name in SIZE}, model
-    models = {name: MoR(MoRConfig(**size, **VARIANTS[name], router_arch="random"))
-              for name in [*names, "MoR-3, expert, shared cache"]} | loaded
-    models["recursive-3"] = MoR(MoRConfig(**size, **VARIANTS["recursive-3"]))
+    names += [] if bench.compile else ["MoR-3, expert, shared cache"]
+    models = {name: MoR(MoRConfig(**size, **VARIANTS[name], router_arch="random")) for name in names} | loaded
+    if not bench.compile:
+        models["recursive-3"] = MoR(MoRConfig(**size, **VARIANTS["recursive-3"]))
     depths = sorted({model.config.effective_depth for model in models.values()})
     plain = {f"plain, {d} layers": MoR(MoRConfig(**{**size, "n_rec": 1, "n_layer": d})) for d in depths}
     return {name: ready(model, device) for name, model in (plain | models).items()}
@@ -337,7 +364,7 @@ def generation(bench):
     for name, slots in list(engines):
         if (plain[name], slots) not in engines:   # what slots alone give
             enter(plain[name], slots)
-    right = {name: checked(model, bench) for name, model in models.items()}
+    right = {key: checked(engine) for key, (engine, _) in engines.items()}
     for (_, slots), (engine, texts) in engines.items():
         warm_up(engine, texts, slots * mean)
     turns = {key: partial(serve, *engine, bench.passes) for key, engine in engines.items()}
@@ -357,7 +384,7 @@ def generation(bench):
             "mean depth": depth, "layers / plain": (c.n_unshared + c.n_shared * depth) / c.effective_depth,
             "block calls for 1000 tokens": f"{1000 * n['block_calls'] / n['tokens']:.0f}",
             "head calls": f"{1000 * n['head_calls'] / n['tokens']:.0f}", "block call, ms": block,
-            "head call, ms": head, "same as uncached": right[name]})
+            "head call, ms": head, "same as uncached": right[key]})
     table(f"Generation, width {c.n_embd}, texts of Normal({mean}, {mean / 4:g}) tokens without a prompt, "
           f"{engine.h.dtype}, {device}", rows)
     growth(bench, device)
@@ -371,7 +398,7 @@ def growth(bench, device):
     size = dict(bench.size, block_size=max(GROWTH)[0] + new)
     pair = {"plain": (dict(n_rec=1), 1), "MoR-3": (VARIANTS["MoR-3, expert"] | dict(router_arch="random"), 2)}
     models = {name: ready(MoR(MoRConfig(**size, **options)), device) for name, (options, _) in pair.items()}
-    for context, slots in GROWTH:
+    for context, slots in GROWTH[-1:] if bench.compile else GROWTH:
         # Not all at the same position: there random routing would have them go as deep as each other.
         turns, start = {}, max(1, context - new // 8 - min(slots, 32) // 2)
         for name, model in models.items():
@@ -592,59 +619,197 @@ def unrolled(model, idx):
     return rows
 
 # ---- gpu ---------------------------------------------------------------------------------------------------
+#
+# What is expected was estimated from compiled graphs and the data sheet of an H100, with none at hand.
 
-def attention_forms(bench, device):
-    """Shared keys and values, forward and backward: queries back on the grid, against a mask."""
-    c, B, rows = MoRConfig(**bench.size), bench.batch_size or 16, []
-    T, H, G, D = c.block_size, c.n_head, c.n_kv_head, c.head_dim
-    like = dict(device=device, dtype=torch.bfloat16, requires_grad=True)
-    new = lambda heads, n: torch.randn(B, heads, n, D, **like)
-    for k in (2 * T // 3, T // 3):
-        index = torch.stack([torch.randperm(T, device=device)[:k].sort()[0] for _ in range(B)])
-        mask, cell = index[:, None, :, None] >= torch.arange(T, device=device), index[:, None, :, None]
-        q, keys, values = new(H, k), new(G, T), new(G, T)
+KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 
-        def grid():
-            cells = cell.expand(B, H, k, D)
-            full = q.new_zeros(B, H, T, D).scatter(2, cells, q)
-            y = F.scaled_dot_product_attention(full, keys, values, is_causal=True, enable_gqa=True)
-            y.gather(2, cells).sum().backward()
+def attended(kernel, q, k, v, grad):
+    """Causal attention of heads (B, H, n, D) by one kernel, and gradients of q, k and v."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with sdpa_kernel(kernel):
+        y = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+        return y, *torch.autograd.grad(y, leaves, grad)
 
-        def masked():
-            wide = (x.repeat_interleave(H // G, dim=1) for x in (keys, values))   # as masked kernels want it
-            with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):   # as cuDNN's may give NaN
-                F.scaled_dot_product_attention(q, *wide, mask).sum().backward()
-        grid(), masked()
-        turns = {f.__name__: partial(seconds, device, f, 10) for f in (grid, masked)}
-        times = race(turns, bench.rounds, "attention")
-        rows.append({f"queries to {T} keys": k,
-                     **{f"{name}, ms": 1e3 * statistics.median(t) for name, t in times.items()},
-                     "grid / masked": ratios(times["grid"], times["masked"])})
-    return rows
+def heads(bench, B, n):
+    """Random q, k, v and gradient of the output, as in training, for B rows of n tokens."""
+    c, device = MoRConfig(**bench.size), train.pick_device(bench.device)
+    return [torch.randn(B, h, n, c.head_dim, device=device).bfloat16()
+            for h in (c.n_head, c.n_kv_head, c.n_kv_head, c.n_head)]
 
-def precision(bench, device):
+def gpu_kernels(bench):
+    """Attention in bfloat16 against float32 math on the same numbers: at the lengths that expert-choice has,
+    and where all scores are near -120, so that exp(log-sum-exp) is 0 in float32."""
+    bad, T = [], bench.size["block_size"]
+
+    def measure(n, low, name):
+        q, k, v, grad = heads(bench, 4, n)
+        if low:   # in their first numbers alone; there, gradients cancel, and are not compared
+            q[..., 0], k[..., 0] = 1, -120 * q.shape[3]**0.5
+        exact = attended(SDPBackend.MATH, *(x.float() for x in (q, k, v, grad)))
+        call, row = partial(attended, KERNELS[name], q, k, v, grad), {}
+        try:
+            row = {f"gap of {what}": ((y.float() - x)[..., 1:].norm() / x[..., 1:].norm()).item()
+                   for what, x, y in zip(("output", "dq", "dk", "dv"), exact, call())}
+            took = statistics.median(seconds(q.device, call, 5) for _ in range(bench.rounds))
+        except RuntimeError as error:
+            return {"tokens": n, "scores": "", "kernel": str(error)[:60]}
+        bad.extend([name] if not max(row.values()) < 0.02 else [])   # NaN is not below
+        return {"tokens": n, "scores": "near -120" if low else "near 0", "kernel": name, **row,
+                "ms": 1e3 * took, "expected": "gaps below 0.02"}
+    lengths = T, 2 * T // 3, T // 3
+    table("Attention, forward and backward, against float32",
+          (measure(*case) for case in product(lengths, (False, True), KERNELS)))
+    require(not bad, f"attention is not what it should be: {', '.join(sorted(set(bad)))}")
+
+def gpu_shapes(bench):
+    """What a first call costs at a new length, as token-choice and evaluation meet them; and, for the shared
+    cache, queries put back on the grid of all tokens against a mask."""
+    B, T = bench.batch_size or 16, bench.size["block_size"]
+
+    def measure(name):
+        times = []
+        for n in range(T - 6, T):
+            inputs = heads(bench, B, n)
+            call = partial(attended, KERNELS[name], *inputs)
+            try:
+                times.append([1e3 * seconds(inputs[0].device, call) for _ in range(2)])
+            except RuntimeError as error:
+                return {"kernel": str(error)[:60]}
+        first, second = zip(*times)
+        return {"kernel": name, "first call, ms": spread(first), "second call, ms": spread(second),
+                "expected": "flash: alike; cuDNN: first 34 to 440 ms more"}
+    table("Attention at six new lengths, forward and backward", map(measure, KERNELS))
+    table("Attention to shared keys and values, forward and backward",
+          (attention_forms(bench, B, n) for n in (2 * T // 3, T // 3)))
+
+def attention_forms(bench, B, n):
+    (q, _, _, grad), (full, k, v, _) = heads(bench, B, n), heads(bench, B, bench.size["block_size"])
+    T = full.shape[2]
+    index = torch.stack([torch.randperm(T, device=q.device)[:n].sort()[0] for _ in range(B)])
+    mask = index[:, None, :, None] >= torch.arange(T, device=q.device)                     # (B, 1, n, T)
+    cells = index[:, None, :, None].expand_as(q)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def grid():
+        y = full.new_zeros(full.shape).scatter(2, cells, q)
+        y = F.scaled_dot_product_attention(y, k, v, is_causal=True, enable_gqa=True)
+        torch.autograd.grad(y.gather(2, cells), leaves, grad)
+
+    def masked():   # by the efficient kernel, which wants keys for each query head
+        every = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        torch.autograd.grad(F.scaled_dot_product_attention(q, *every, mask), leaves, grad)
+    grid(), masked()
+    turns = {f.__name__: partial(seconds, q.device, f, 5) for f in (grid, masked)}
+    times = race(turns, bench.rounds, "forms")
+    return {f"queries to {T} keys": n,
+            **{f"{name}, ms": 1e3 * statistics.median(t) for name, t in times.items()},
+            "grid / masked": ratios(times["grid"], times["masked"]), "expected": "below 1"}
+
+def gpu_settings(bench, **options):
+    """MoRConfig, TrainConfig and data of a training in bfloat16 with bench's sizes."""
+    base = dict(bench.size, model=bench.model, data="python", batch_size=bench.batch_size or 16,
+                batch_tokens=0, max_steps=10**6, dtype="bfloat16", compile=bench.compile, device=bench.device)
+    return *train.settle(base | options, None), python_source.source("python", bench.data_dir)
+
+STEPS = {"MoR-3, expert": "169 ms (H200: 149), 194k tokens/s, MFU 0.4, 30 GB",
+         "plain": "239 ms; MoR-3 takes 0.71 of it", "MoR-3, token": "at most 60 GB"}   # what is expected
+
+def gpu_train(bench, names=("MoR-3, expert", "plain")):
+    """Ten steps of some models, one after the other."""
+    def measure(name):
+        config, tc, source = gpu_settings(bench, **VARIANTS[name])
+        run, warm = started(name, config, tc, source)
+        took = statistics.median(seconds(run.device, run.train_step) for _ in range(10))
+        load = run.train_step()["load"].tolist()
+        share = [sum(load[r:]) for r in range(config.n_rec)]
+        gpu, speed = run.device.type == "cuda", tc.batch_tokens / took
+        peak = torch.cuda.max_memory_allocated() / 1e9 if gpu else ""
+        del run
+        gc.collect()   # a compiled model holds itself
+        return {"model": name, "compiled": tc.compile, "first step, s": warm, "ms": 1e3 * took,
+                "tokens/s": f"{speed:,.0f}", "MFU": train.mfu(config, tc, speed) if gpu else "",
+                "peak GB": peak, "GFLOPs a token": 3e-9 * flops_per_token(config, config.block_size, share=share),
+                "mean depth": sum(share), "expected": STEPS[name]}
+    table(f"A step of {bench.batch_size or 16} x {bench.size['block_size']} tokens", map(measure, names))
+
+DECODE = {"eager": "3-4k", "compiled": "6-7k", "graphs": "10-11k"}   # tokens/s that are expected at 32 slots
+
+def gpu_decode(bench):
+    """Generation, eager, compiled and as CUDA graphs. At the short context, texts of about 256 tokens at any
+    age, as in `generate`; at the long one, texts that are so long already."""
+    device, T = train.pick_device(bench.device), bench.size["block_size"]
+    short, new = min(256, T // 2), (bench.rounds + 1) * bench.passes
+    models = {name: ready(MoR(MoRConfig(**{**bench.size, "block_size": T + 32 + new}, **options)), device)
+              for name, options in (("MoR-3", dict(n_rec=3, router_arch="random")), ("plain", dict(n_rec=1)))}
+    c, plain = (model.config for model in models.values())
+    if page_size(models["plain"].wte.weight) == 1:
+        print(f"note: {device}, torch {torch.__version__}: no attention over pages, entries are copied")
+
+    def measure(name, how, context, slots, entries):
+        room = 2 * short if context == short else T + 32 + new
+        long = (([0] * (T + i % 32), new, i) for i in count())
+        texts = protocol(short, slots) if context == short else long
+        engine = Engine(models[name], slots, room, entries, compile=how != "eager", graphs=how == "graphs")
+        first = seconds(device, partial(serve, engine, texts, 8))
+        warm_up(engine, texts, slots * short if context == short else 0)
+        turn = partial(seconds, device, partial(serve, engine, texts, bench.passes))
+        took, n = statistics.median(turn() for _ in range(bench.rounds)) / bench.passes, engine.counts
+        return {"model": name, "how": how, "context": context, "slots": slots, "first 8 passes, s": first,
+                "ms a pass": 1e3 * took, "tokens/s": f"{n['tokens'] / n['block_calls'] / took:,.0f}",
+                "mean depth": n["depth"] / n["tokens"], "expected tokens/s": DECODE[how]}
+    cases = [(name, how, context, bench.slots, None) for how, context in (
+        ("graphs", T), ("graphs", short), ("eager", T), ("eager", short), ("compiled", T)) for name in models]
+    # With these entries and slots MoR-3 has as much memory as plain.
+    more = int(bench.slots * kv_bytes_per_token(plain) / kv_bytes_per_token(c))
+    cases.insert(4, ("MoR-3", "graphs", short, more, [math.ceil(2 * short * share) for share in shares(c)]))
+    table("Generation", (measure(*case) for case in cases))
+
+def gpu_precision(bench):
     """Losses of 20 steps, compiled in bfloat16 against uncompiled in float32, from the same weights."""
-    source, losses = python_source.source("python", bench.data_dir), {}
-    for options in (dict(dtype="float32", compile=False), dict(dtype="bfloat16", compile=True)):
-        given = dict(bench.size, model=bench.model, n_rec=3, data="python", batch_size=bench.batch_size or 8,
-                     batch_tokens=0, max_steps=1000)
-        run = train.Run(*train.settle({**given, **options, "device": str(device)}, None), source)
-        torch.set_float32_matmul_precision("high" if options["compile"] else "highest")
-        losses[options["dtype"]] = [run.train_step()["lm"].item() for _ in range(20)]
+    losses = {}
+    for options in (dict(dtype="float32", compile=False), dict(compile=bench.compile)):
+        config, tc, source = gpu_settings(bench, n_rec=3, n_layer=min(8, bench.size["n_layer"]), **options,
+                                     batch_size=bench.batch_size or 8, max_steps=1000)
+        run = train.Run(config, tc, source)
+        torch.set_float32_matmul_precision("highest")   # no TF32 in what is compared with
+        losses[tc.dtype] = [run.train_step()["lm"].item() for _ in range(20)]
     gap = max(abs(a - b) for a, b in zip(*losses.values()))
-    return [{"step": s, **{f"loss, {dtype}": values[s - 1] for dtype, values in losses.items()},
-             "greatest gap of 20": gap} for s in (1, 10, 20)]
+    table("The same training in two precisions", [
+        {"step": s, **{f"loss, {dtype}": values[s - 1] for dtype, values in losses.items()},
+         "greatest gap of 20": gap, "expected": "below 0.02"} for s in (1, 10, 20)])
+    require(gap < 0.02, f"losses in bfloat16 and float32 differ by {gap:.3f}")
+
+# Parts of `gpu`, and seconds that each may take.
+GPU = {"gpu_kernels": (gpu_kernels, 45), "gpu_shapes": (gpu_shapes, 45), "gpu_train": (gpu_train, 190),
+       "gpu_decode": (gpu_decode, 190), "gpu_token": (partial(gpu_train, names=["MoR-3, token"]), 50),
+       "gpu_precision": (gpu_precision, 60)}
 
 def gpu(bench):
-    """Checks of what this project takes for granted about a GPU."""
+    """Each part in a process of its own, so that one that takes too long, fails, or leaves the GPU in a bad
+    state does not take the others along."""
     device = train.pick_device(bench.device)
     require(device.type == "cuda", f"--device={bench.device}: this part needs an NVIDIA GPU")
-    table("Attention to shared keys and values, forward and backward", attention_forms(bench, device))
-    table("The same training in two precisions", precision(bench, device))
+    print(torch.cuda.get_device_name(), f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}")
+    return in_turn(bench, GPU)
+
+def in_turn(bench, parts):
+    """Runs `python bench.py part` for each; returns 1 if one did not end well, else 0."""
+    options = [f"--{f.name}={getattr(bench, f.name)}" for f in fields(bench) if getattr(bench, f.name) != ""]
+    bad = []
+    for name, (_, limit) in parts.items():
+        try:
+            print(f"\n## {name}, {limit} s at most", flush=True)
+            code = subprocess.run([sys.executable, __file__, name, *options], timeout=limit).returncode
+            bad += [f"{name} (exit code {code})"] if code else []
+        except subprocess.TimeoutExpired:
+            bad.append(f"{name} (stopped after {limit} s)")
+    print(f"\nnot as expected, or not finished: {', '.join(bad) or 'nothing'}", flush=True)
+    return int(bool(bad))
 
 def main(argv):
     parts = {"cost": cost, "train": training, "generate": generation, "quality": quality, "look": look,
-             "gpu": gpu}
+             "gpu": gpu, **{name: part for name, (part, _) in GPU.items()}}
     part, argv = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("", argv)
     require(not part or part in parts,
             f"{part} cannot be measured: choose {', '.join(parts)}, or nothing for some of each")

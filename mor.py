@@ -21,6 +21,7 @@ each other.
 Depth counts 1..n_rec in words, outputs and logs: "recursion 1" is the first. Code counts r = 0..n_rec-1:
 "recursion r" of r = 0 is the first.
 """
+import inspect
 import math
 import random
 from collections import Counter, deque
@@ -33,6 +34,7 @@ from typing import Literal, get_args, get_origin
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 
 # ---- 1. Configuration --------------------------------------------------------------------------------------
 
@@ -300,6 +302,9 @@ class Routing:
 
 # ---- 4. Which tokens attend to which -----------------------------------------------------------------------
 
+def padded(S, device):   # a GPU meets a new length slowly, and gets few of them: multiples of 128
+    return math.ceil(S / 128) * 128 if device.type == "cuda" else S
+
 @dataclass
 class Rows:
     """Where N tokens stand: B rows of T positions, each of which may hold any number of these tokens.
@@ -342,7 +347,7 @@ class Rows:
             row = flat // self.T                                                           # (N',)
             count = torch.bincount(row, minlength=self.B)                                  # (B,)
             rank = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
-            S = int(count.max())
+            S = padded(int(count.max()), row.device)
             cell = row * S + rank                                                          # (N',)
         rope = [t[keep] for t in self.rope]
         return replace(self, S=S, flat=flat, position=self.position[keep], rope=rope, cell=cell)
@@ -364,8 +369,11 @@ class Rows:
                 self.past[layer] = kv
         q = self.grid(q, cell, S)                                                          # (B, H, S, D)
         k, v = kv.chunk(2, dim=1)
+        gqa = not (q.is_cuda and q.dtype == torch.float32)
+        if not gqa:   # the only fused kernel for float32 on a GPU wants keys for each query head
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         causal = self.T > 1   # one new token sees all of past; where there are more, past is empty
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)     # (B, H, S, D)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)      # (B, H, S, D)
         y = y.transpose(1, 2).flatten(0, 1)                                                # (B*S, H, D)
         return y if cell is None else y.index_select(0, cell)
 
@@ -427,7 +435,7 @@ class ExpertRouter(nn.Module):
             # Eq 2.1. recursion(x) contains x already, so this is (1 + gate) * x + gate * its changes.
             x = x + self.gate(z).to(x.dtype) * recursion(x, rows, r)
             out = out.index_copy(0, rows.flat, x)
-            routing.depth[rows.flat] = r + 1
+            routing.depth.index_fill_(0, rows.flat, r + 1)
         return out
 
     def ask(self, x, rows, r):   # logits (N, 1) before recursion r, for gate and top-k
@@ -669,14 +677,20 @@ class Cache:
         recursion 2   A C          entry. These are exactly the keys that it is to see, and none has to be
         recursion 3   A            masked for the depth that wrote it.
 
-    kv[layer]: keys and values, (2 * G, entries, D), allocated once; rows of a recursion lie side by side.
-    room[r]: entries that row r can hold. used[slot][r]: entries that it holds."""
+    kv[layer]: keys and values, (entries, 2 * G, D), allocated once; rows of a recursion lie side by side.
+    room[r]: entries that row r can hold; step[r]: from one row to the next, in whole pages.
+    used[slot][r]: entries that it holds."""
     def __init__(self, slots, config, like, layers, room):
+        page = page_size(like)
         self.room = room
+        self.step = [math.ceil(n / page) * page for n in room]
+        self.base = [slots * sum(self.step[:r]) for r in range(len(room))]   # where rows of recursion r begin
         self.used = [[0] * len(room) for _ in range(slots)]
-        self.base = [slots * sum(room[:r]) for r in range(len(room))]   # where rows of recursion r begin
-        shape = 2 * config.n_kv_head, slots * sum(room), config.head_dim
-        self.kv = {layer: like.new_zeros(shape) for layer in layers}
+        entries, heads, D = slots * sum(self.step), 2 * config.n_kv_head, config.head_dim
+        # In pages, all heads of an entry lie together; else all entries of a head, which a CPU reads faster.
+        new = lambda: (like.new_zeros(entries, heads, D) if page > 1 else
+                       like.new_zeros(heads, entries, D).transpose(0, 1))
+        self.kv = {layer: new() for layer in layers}
 
     def admit(self, slot, depths, past):
         """Empty a slot, then copy what a prompt, whose tokens had these depths, has left in `past`."""
@@ -684,81 +698,122 @@ class Cache:
             n = sum(depth > r for depth in depths)
             self.used[slot][r] = n
             for layer, kv in self.kv.items():
-                row = kv.narrow(1, self.base[r] + slot * room, room).zero_()   # an old NaN passes any mask
+                row = kv.narrow(0, self.base[r] + slot * self.step[r], room)
+                row.zero_()   # an old NaN passes any mask
                 if n > 0:
-                    row[:, :n] = past[layer, r][0]
+                    row[:n] = past[layer, r][0].transpose(0, 1)
 
-class Batch:
-    """Plays the part of Rows in the engine: the newest tokens of n texts, each of which adds an entry to a
-    row and reads it. Tokens that write come first: in the shared cache, only those at recursion 1 do.
+    def extend(self, requests):
+        """Give the newest token of each text its entry. Returns a line of numbers for each, which Batch
+        names, and how many get one: in the shared cache, only those at recursion 1.
 
-    Compiled calls need fixed shapes. Free places in them go to a spare slot, which no text reads; and a token
-    that already has its entry writes a dummy there."""
-    def __init__(self, cache, requests, table, compiled):
-        self.cache = cache
-        self.n_new = 0
-        columns = []
-        spans = []
+        Compiled, all write: free places belong to a spare slot, the last, which no text reads; and a token
+        that already has its entry writes a dummy there."""
+        lines, n_new = [], 0
         for request in requests:
-            r = min(request.done, len(cache.room) - 1)
-            used = cache.used[request.slot]
-            start = cache.base[r] + request.slot * cache.room[r]
-            write_at = (len(cache.used) - 1) * cache.room[0]   # the spare slot; uncompiled, not looked at
+            r = min(request.done, len(self.room) - 1)
+            used = self.used[request.slot]
+            start = self.base[r] + request.slot * self.step[r]
+            write_at = (len(self.used) - 1) * self.step[0]
             # A row has at most one entry for each earlier token, `position` of them. If it has more, this
             # token has written its own: in the shared cache, at recursion 1.
             if used[r] <= request.position:
                 write_at = start + used[r]
                 used[r] += 1
-                self.n_new += 1
-                request.full |= used[r] == cache.room[r]
-            spans.append((r, start, used[r]))
-            columns.append((request.slot, request.position, request.done, request.newest, write_at))
-        columns = torch.tensor(columns, device=table.device).T                             # (5, n)
-        self.slot, self.position, self.done, self.token, self.write_at = columns.unbind()
+                n_new += 1
+                request.full |= used[r] == self.room[r]
+            lines.append((request.slot, request.position, request.done, request.newest, write_at, r, start,
+                          used[r]))
+        return lines, n_new
+
+class Batch:
+    """Plays the part of Rows in the engine: the newest tokens of n texts, each of which adds an entry to a
+    row and reads it. The first n_new of them write. columns (8, n): what `Cache.extend` says of each, on the
+    device. calls: how to read, see plan_reads; None: in a way that is the same for all lengths, as compiled
+    code and a GPU need it."""
+    def __init__(self, cache, table, columns, n_new, calls):
+        self.cache = cache
+        self.n_new = n_new
+        self.calls = calls
+        self.pages = None
+        self.slot, self.position, self.done, self.token, self.write_at, _, start, length = columns.unbind()
         self.rope = table.index_select(0, self.position).unbind(1)                         # (n, 1, D) each
-        if compiled:
-            self.n_new = len(spans)
-            self.read, self.plan = read_rows, torch.tensor(spans)
-        elif cache.kv:
-            self.read, self.plan = read, plan_reads(spans, next(iter(cache.kv.values())))
+        if calls is None and cache.kv:
+            kv = next(iter(cache.kv.values()))
+            page, longest = page_size(kv), padded(max(cache.step), kv.device)
+            if page > 1:
+                self.pages = page, plan_pages(start, length, longest, page, len(kv))
+            else:
+                self.calls = [copies(start, length, longest, kv)]
 
     def writers(self, layer):   # as in Rows
         return self.n_new
 
     def attend(self, layer, q, kv):
         """Attention of q (n, H, D) to their rows, to which kv of the writers, (n', 2 * G, D), is added."""
-        cached = self.cache.kv[layer[0]]   # (2 * G, entries, D)
+        cached = self.cache.kv[layer[0]]   # (entries, 2 * G, D)
         if kv is not None:
-            cached.index_copy_(1, self.write_at[:len(kv)], kv.transpose(0, 1))
-        q = q.view(len(q), len(cached) // 2, -1, cached.shape[2])   # heads that share a key: (n, G, H/G, D)
-        return self.read(q, cached, self.plan).flatten(1, 2)                               # (n, H, D)
+            cached[self.write_at[:len(kv)]] = kv
+        if self.pages:
+            page, plan = self.pages
+            k, v = cached.unflatten(0, (-1, page)).chunk(2, dim=2)   # (pages, page, G, D) each
+            return varlen_attn(q, k, v, **plan)                                            # (n, H, D)
+        q = q.unflatten(1, (cached.shape[1] // 2, -1))   # heads that share a key: (n, G, H/G, D)
+        return read(q, cached, self.calls).flatten(1, 2)                                   # (n, H, D)
+
+def page_size(like):
+    """256, the fewest entries of a page for flash attention, where it can read rows page by page: on a GPU,
+    in half precision, with torch 2.13 (2.11 cannot). Else 1."""
+    half = like.dtype in (torch.bfloat16, torch.float16)
+    return 256 if like.is_cuda and half and "block_table" in inspect.signature(varlen_attn).parameters else 1
+
+def plan_pages(start, length, longest, page, entries):
+    """What varlen_attn wants to know of n rows, `length` entries from `start` on, (n,) each: n sequences of
+    one query and at most `longest` keys, and the pages of each, (n, longest / page). It reads no other key.
+    One split only: with several, a text would depend on its neighbours, and be wrong (pytorch 194167)."""
+    n = torch.arange(len(start) + 1, device=start.device, dtype=torch.int32)
+    pages = start[:, None] // page + torch.arange(longest // page, device=start.device)
+    return dict(cu_seq_q=n, cu_seq_k=n * longest, max_q=1, max_k=longest, seqused_k=length.int(),
+                block_table=pages.clamp(max=entries // page - 1).int(), enable_gqa=True, num_splits=1)
 
 CALL = 2**15   # one call of attention costs about as much as copying so many numbers (measured on a CPU)
 
 def plan_reads(spans, kv):
-    """How n queries are to read their rows of kv (2 * G, entries, D), each a span (recursion, start, length):
+    """How n queries are to read their rows of kv (entries, 2 * G, D), each a span (recursion, start, length):
     a list of calls, each (queries, place of keys and values, mask). Neighbours at equal distances share a
     call, in which their rows are a view of kv. Where that takes many calls for short rows, all are copied,
     for a single one."""
     recursion, start, length = zip(*spans)
-    ends = torch.tensor(length, device=kv.device)[:, None]                                 # (n, 1)
-    entry = torch.arange(max(length), device=kv.device)                                    # (longest,)
-    mask = kv.new_zeros(len(ends), len(entry)).masked_fill_(entry >= ends, -math.inf)[:, None, None]
+    heads, D = kv.shape[1:]
+    per_entry, per_head, _ = kv.stride()
     runs = even_runs(recursion, start)
-    G, E, D = len(kv) // 2, *kv.shape[1:]
-    if mask.numel() * G * D < (len(runs) - 1) * CALL:
-        heads = torch.arange(0, 2 * G * E, E, device=kv.device).view(2, 1, G, 1)
-        first = torch.tensor(start, device=kv.device)[:, None]
-        place = first + torch.minimum(entry, ends - 1)                                     # (n, longest)
-        return [(slice(None), heads + place[:, None], mask)]   # indices, (2, n, G, longest)
+    copied = len(spans) * max(length) * heads // 2 * D   # numbers, of keys or of values
+    if copied < (len(runs) - 1) * CALL:
+        return [copies(torch.tensor(start), torch.tensor(length), max(length), kv)]
+    mask = mask_ends(torch.tensor(length), max(length), kv)
     calls = []
     for i, j in runs:
         longest = max(length[i:j])
         step = start[i + 1] - start[i] if j - i > 1 else 0
         # Shape, strides and offset of keys and values as a view of kv, whose rows are `step` entries apart.
-        view = (2, j - i, G, longest, D), (G * E * D, step * D, E * D, D, 1), start[i] * D
+        view = ((2, j - i, heads // 2, longest, D),
+                (per_head * heads // 2, per_entry * step, per_head, per_entry, 1), per_entry * start[i])
         calls.append((slice(i, j), view, mask[i:j, ..., :longest] if min(length[i:j]) < longest else None))
     return calls
+
+def copies(start, length, longest, kv):
+    """A single call for rows of kv, `length` entries from `start` on, (n,) each, copied and padded to the
+    longest: (all queries, indices (2, n, G, longest) of vectors (D,) in kv, mask (n, 1, 1, longest))."""
+    head = torch.arange(kv.shape[1], device=kv.device).view(2, 1, -1, 1)                   # (2, 1, G, 1)
+    entry = torch.arange(longest, device=kv.device)                                        # (longest,)
+    entry = start[:, None] + torch.minimum(entry, length[:, None] - 1)                     # (n, longest)
+    per_entry, per_head = (stride // kv.shape[2] for stride in kv.stride()[:2])
+    place = entry[:, None] * per_entry + head * per_head
+    return slice(None), place, mask_ends(length, longest, kv)
+
+def mask_ends(length, longest, like):   # (n, 1, 1, longest): 0 for the first length (n,) entries, then -inf
+    ended = torch.arange(longest, device=like.device) >= length[:, None]
+    return like.new_zeros(ended.shape).masked_fill(ended, -math.inf)[:, None, None]
 
 def even_runs(recursion, start):
     """Groups [i, j) of neighbours whose starts ascend by equal steps, in the same recursion: there rows have
@@ -774,22 +829,15 @@ def even_runs(recursion, start):
             runs.append([i, i + 1])
     return runs
 
-def read(q, kv, calls):   # attention of each query of q (n, G, H/G, D) to its row of kv (2 * G, entries, D)
+def read(q, kv, calls):   # attention of each query of q (n, G, H/G, D) to its row of kv (entries, 2 * G, D)
     y = []
     for queries, place, mask in calls:
         if torch.is_tensor(place):
-            k, v = F.embedding(place, kv.view(-1, kv.shape[2]))   # (n, G, longest, D) each
+            k, v = F.embedding(place, kv.as_strided((kv.numel() // q.shape[3], q.shape[3]), (q.shape[3], 1)))
         else:
-            k, v = kv.as_strided(*place)
+            k, v = kv.as_strided(*place)   # (n, G, longest, D) each
         y.append(F.scaled_dot_product_attention(q[queries], k, v, mask))
     return y[0] if len(y) == 1 else torch.cat(y)
-
-@torch.library.custom_op("mor::read_rows", mutates_args=())
-def read_rows(q: Tensor, kv: Tensor, spans: Tensor) -> Tensor:
-    """The same in compiled code, whose graph then does not depend on lengths. spans (n, 3): on the CPU."""
-    return read(q, kv, plan_reads(spans.tolist(), kv)).contiguous()   # as its fake below
-
-read_rows.register_fake(lambda q, *rest: torch.empty_like(q))
 
 @dataclass(eq=False)
 class Engine:
@@ -808,6 +856,7 @@ class Engine:
     vocab_size: int = None  # ids from here on are never drawn
     patience: float = 0.5  # the head is called once more than this share of the texts in flight wait for it
     compile: bool = False  # compiled calls, of fixed shapes
+    graphs: bool = True  # compiled calls on a GPU are CUDA graphs: one launch each
 
     def __post_init__(self):
         c, w = self.model.config, self.model.wte.weight
@@ -823,7 +872,7 @@ class Engine:
         require(self.patience <= 1, f"patience={self.patience} must lie between 0 and 1")
         require(c.n_rec == 1 or c.cyclic,
                 f"sharing={c.sharing} has no depths to batch: use `write`, one text at a time")
-        n = self.slots + self.compile   # compiled calls need a spare one, see Batch
+        n = self.slots + self.compile   # compiled calls need a spare one, see Cache.extend
         self.h = w.new_zeros(n, c.n_embd)   # residual stream of each slot's newest token
         self.entered = w.new_zeros(n, c.n_embd)   # the same after the first layer
         self.z = F.pad(self.model.no_logits(n), (0, 1))   # what the router has said of it, and a spare column
@@ -836,12 +885,20 @@ class Engine:
         self.spare = Request([0], 0, None, slot=self.slots, done=self.max_depth - 1)
         for cache in self.caches.values() if self.compile else []:
             cache.used[-1] = [1] * len(cache.room)
-        wrap = partial(torch.compile, dynamic=False) if self.compile else lambda f: f
-        self.calls = {name: wrap(getattr(self, name)) for name in self.caches}
+        self.calls = {name: self.wrap(getattr(self, name)) for name in self.caches}
         self.queue = deque()
         self.counts = Counter()
         self.free = list(range(self.slots))
         self.new, self.busy, self.waiting = [], [], []   # requests before enter, block and head
+
+    def wrap(self, call):   # compiled, if that is wanted
+        if not self.compile:
+            return call
+        for cache in self.caches.values():
+            for buffer in (self.h, self.entered, self.z, self.table, *cache.kv.values()):
+                torch._dynamo.mark_static_address(buffer)   # graphs may write to it: it stays where it is
+        graphs = self.graphs and self.h.is_cuda
+        return torch.compile(call, dynamic=False, mode="reduce-overhead" if graphs else None)
 
     def submit(self, prompt, max_new_tokens, seed=None):
         """Queue a prompt, a list of ids, and return its Request. ValueError if it cannot fit."""
@@ -899,20 +956,30 @@ class Engine:
 
     def call(self, name, requests):
         """Make one of the three calls. Returns the requests, in the order of its results, and these."""
-        order = ["done", "slot"] if name == "block" else ["slot"]   # as Batch wants it, and as rows lie
+        order = ["done", "slot"] if name == "block" else ["slot"]   # those that write first, and as rows lie
         requests = sorted(requests, key=attrgetter(*order))
         spare = [self.spare] * (self.slots + 1 - len(requests)) if self.compile else []
-        here = Batch(self.caches[name], requests + spare, self.table, self.compile)
-        return requests, self.calls[name](here)
+        cache = self.caches[name]
+        lines, n_new = cache.extend(requests + spare)
+        plan = None
+        if cache.kv and not (self.compile or self.h.is_cuda):
+            plan = plan_reads([line[5:] for line in lines], next(iter(cache.kv.values())))
+        n_new = len(lines) if self.compile else n_new
+        return requests, self.calls[name](self.send([*zip(*lines)]), n_new, plan)
 
-    def enter(self, here):   # new tokens through the first layer
+    def send(self, numbers):   # to the device, without waiting for it
+        return torch.tensor(numbers, pin_memory=self.h.is_cuda).to(self.h.device, non_blocking=True)
+
+    def enter(self, *plan):   # new tokens through the first layer
+        here = Batch(self.caches["enter"], self.table, *plan)
         x = self.model.enter(here.token, here)                                             # (n, C)
         self.h.index_copy_(0, here.slot, x)
         if self.model.router:
             self.entered.index_copy_(0, here.slot, x)
             self.z[:, :-1].index_copy_(0, here.slot, self.model.router.enter(x, here))
 
-    def block(self, here):   # each token one recursion further; returns which of them leave, (n,)
+    def block(self, *plan):   # each token one recursion further; returns which of them leave, (n,)
+        here = Batch(self.caches["block"], self.table, *plan)
         h = self.h.index_select(0, here.slot)                                              # (n, C)
         x = self.model.recursion(h, here, 0)   # of any, as all are the same layers
         if self.model.router:
@@ -922,20 +989,23 @@ class Engine:
         self.h.index_copy_(0, here.slot, x)
         return leaves
 
-    def head(self, here):   # logits (n, V) of the next tokens, and what the router has said, (n, n_rec + 1)
+    def head(self, *plan):   # logits (n, V) of the next tokens, and what the router has said, (n, n_rec + 1)
+        here = Batch(self.caches["head"], self.table, *plan)
         h = self.h.index_select(0, here.slot)
         return self.model.head(h, here), self.z.index_select(0, here.slot)
 
     def next_tokens(self):
         """Those who wait choose their next tokens, and go on with them unless the text ends there."""
         requests, (logits, z) = self.call("head", self.waiting)
-        u = torch.tensor([request.stream.random() for request in requests], device=logits.device)
+        u = self.send([request.stream.random() for request in requests])
         tokens = pick(logits[:len(u), :self.vocab_size], u, self.temperature, self.top_k)
         self.waiting = []
-        for request, token, said in zip(requests, tokens.tolist(), z.tolist()):
+        results = torch.cat([z[:len(u), :-1], tokens[:, None]], dim=1)   # one wait for the device
+        for request, (*said, token) in zip(requests, results.tolist()):
+            token = int(token)
             request.tokens.append(token)
             request.depths.append(request.done)
-            request.logits.append(said[:-1])
+            request.logits.append(said)
             request.newest = token
             request.position += 1
             request.done = 0
@@ -979,14 +1049,14 @@ def flops_per_token(config, T, paper=False, share=None):
     """Forward FLOPs of one token in a row of T in training, which costs thrice as much. share: of the tokens,
     how many take each recursion; None: by capacity, see `shares`.
 
-    As torch.utils.flop_counter counts, attention by its full square, of which causal kernels skip half.
-    paper: as the paper counts (its numbers of steps follow): half the square, keys and values as wide as
-    queries, no router and no head."""
+    Attention counts as the half of its square that causal kernels compute (torch.utils.flop_counter counts
+    all of it). paper: as the paper counts (its numbers of steps follow): keys and values as wide as queries,
+    no router and no head."""
     c = config
     C = c.n_embd
     kv = 4 * C * (C if paper else c.n_kv_head * c.head_dim)
     layer = 4 * C * C + kv + 6 * C * c.n_ff   # all matrices
-    square = (2 if paper else 4) * T * C   # attention to T tokens
+    square = 2 * T * C   # attention to T / 2 tokens, which is the mean
     total = c.n_unshared * (layer + square)
     for r, s in enumerate(share or shares(c)):
         if c.cache == "recursion":

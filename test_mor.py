@@ -475,7 +475,7 @@ def test_flops(mode):
     (Token-choice has the loads that it happens to have; test_rows_computed counts those.)"""
     from torch.utils.flop_counter import FlopCounterMode
     aten = torch.ops.aten
-    attention = lambda q, k, v, *args, **kwargs: 4 * q[0] * q[1] * q[2] * k[2] * q[3]
+    attention = lambda q, k, v, *args, **kwargs: 2 * q[0] * q[1] * q[2] * k[2] * q[3]   # the causal half
     mapping = {aten._scaled_dot_product_flash_attention_for_cpu: attention}
     counter = FlopCounterMode(display=False, custom_mapping=mapping)
     model = build(**mode)
@@ -495,22 +495,23 @@ def test_kv_bytes():
     assert ratio == pytest.approx(0.688, abs=1e-3)
 
 def test_compile():
-    """An expert-choice step is one graph without a break, and a capacity warm-up makes at most three."""
-    graphs = []
+    """An expert-choice step is one graph without a break, and a capacity warm-up makes at most three. No
+    result is as large as the logits."""
+    graphs, sizes = [], []
 
     def backend(graph, inputs):
         graphs.append(graph)
-        return graph.forward
+        return lambda *args: [sizes.append(y.numel()) or y for y in graph.forward(*args)]
     torch._dynamo.reset()
     for cache, steps in (("recursion", 12), ("shared", 2)):
         graphs.clear()
         model = build(cache=cache, n_layer=5).train()
-        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        compiled = torch.compile(train.Loss(model), backend=backend, fullgraph=True)
         for step in range(steps):
             k = train.capacity_at(step, model.config, 8)
-            _, loss, routing = compiled(ids(2, 32, seed=step), ids(2, 32), causal=False, k=k)
+            loss, routing = compiled(ids(2, 32, seed=step), ids(2, 32), k)
             loss.backward()
-        assert 1 <= len(graphs) <= 3
+        assert 1 <= len(graphs) <= 3 and max(sizes) < 2 * 32 * 96
         expected = model(ids(2, 32, seed=steps - 1), ids(2, 32), causal=False, k=k)
         torch.testing.assert_close(loss, expected[1])
         assert torch.equal(routing.depth, expected[2].depth)
@@ -529,19 +530,33 @@ class Operations(TorchDispatchMode):
                                   dict(router="token", cache="shared")], ids=name)
 def test_attention_kernels(mode):
     """A training step runs attention by a fused kernel, forward and backward, and by nothing else; on a GPU
-    in bfloat16 by flash attention or cuDNN's."""
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if gpu else "cpu")
+    by flash attention, in float32 by the efficient one."""
+    device = train.pick_device("auto" if torch.cuda.is_available() else "cpu")
+    kernels = {torch.bfloat16: "flash_attention", torch.float32: "efficient_attention"}
+    kernels = kernels if device.type == "cuda" else {torch.float32: "flash_attention_for_cpu"}
     model = MoR(MoRConfig(**{**TINY, "n_embd": 256, **mode})).to(device).train()
     x = torch.randint(96, (2, 32), device=device)
-    with Operations() as operations:
-        with torch.autocast(device.type, torch.bfloat16, enabled=gpu):
-            loss = model(x, x)[1]
-        loss.backward()
-    attention = {n for n in operations.names if "dot_product" in n}
-    kernels = ("flash_attention", "cudnn_attention") if gpu else ("flash_attention_for_cpu",)
-    fused = {f"_scaled_dot_product_{kernel}{way}" for kernel in kernels for way in ("", "_backward")}
-    assert attention <= fused and any(n.endswith("backward") for n in attention)
+    for dtype, kernel in kernels.items():
+        with Operations() as operations:
+            with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+                loss = model(x, x)[1]
+            loss.backward()
+        attention = {n for n in operations.names if "dot_product" in n}
+        assert attention == {f"_scaled_dot_product_{kernel}{way}" for way in ("", "_backward")}
+
+@pytest.mark.parametrize("mode", [dict(router="token"), dict(router="token", cache="shared"), {}], ids=name)
+def test_padded(mode, monkeypatch):
+    """Padding ragged rows to few lengths, as on a GPU, changes neither value nor gradient."""
+    model, results = build(**mode), []
+    assert [mor.padded(S, torch.device("cuda")) for S in (1, 128, 129)] == [128, 128, 256]
+    for multiple in (1, 128):
+        monkeypatch.setattr(mor, "padded", lambda S, device: math.ceil(S / multiple) * multiple)
+        logits, loss, _ = model(ids(3, 24), ids(3, 24), causal=True)
+        results.append([logits, *torch.autograd.grad(loss, model.parameters(), allow_unused=True)])
+    for a, b in zip(*results):
+        assert (a is None) == (b is None)
+        if a is not None:
+            close(a, b)
 
 # ---- Generation --------------------------------------------------------------------------------------------
 
@@ -783,7 +798,7 @@ def test_patience():
 
 def test_no_copies(monkeypatch):
     """Long rows are views: a step makes nothing as large as the keys that it reads. It waits for the device
-    three times at most: who leaves, the tokens, what the router said."""
+    twice at most: who leaves; the tokens, and what the router said."""
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             y = function(*args, **(kwargs or {}))
@@ -804,7 +819,7 @@ def test_no_copies(monkeypatch):
     with Watch():
         for _ in range(60):
             engine.step()
-    assert max(sizes) < 4 * 60 * 32 * 8 / 2 and len(sizes) > 1000 and len(reads) <= 3 * 60
+    assert max(sizes) < 4 * 60 * 32 * 8 / 2 and len(sizes) > 1000 and len(reads) <= 2 * 60
 
 def test_generate_edges():
     """What people ask for: nothing, one token, more texts than slots, every id, likeliest, impossible."""
@@ -846,20 +861,46 @@ def test_reads(call, monkeypatch):
         spans = sorted((r, base[r] + slot * room[r], int(rng.integers(1, room[r] + 1)))
                        for slot, r in enumerate(rng.integers(3, size=3)))
         q, kv = torch.randn(3, 2, 2, 8).double(), torch.randn(4, 165, 8).double()
-        y = mor.read(q, kv, mor.plan_reads(spans, kv))
-        for i, (_, start, length) in enumerate(spans):
-            k, v = kv[:, start:start + length].chunk(2)
-            expected = (q[i] @ k.transpose(1, 2) / 8**0.5).softmax(dim=2) @ v
-            torch.testing.assert_close(y[i], expected, rtol=0, atol=1e-12)
+        for kv in (kv.transpose(0, 1), kv.transpose(0, 1).contiguous()):   # as on a CPU, and as in pages
+            y = mor.read(q, kv, mor.plan_reads(spans, kv))
+            for i, (_, start, length) in enumerate(spans):
+                k, v = kv[start:start + length].transpose(0, 1).chunk(2)
+                expected = (q[i] @ k.transpose(1, 2) / 8**0.5).softmax(dim=2) @ v
+                torch.testing.assert_close(y[i], expected, rtol=0, atol=1e-12)
 
-def test_read_rows():
-    """The op in compiled code keeps torch's rules: layout, no aliases; with rows as views and copied."""
-    q, kv = torch.randn(3, 2, 2, 8), torch.randn(4, 40, 8)
-    for spans in ([(0, 0, 5), (0, 10, 7), (0, 20, 3)], [(0, 0, 5), (1, 9, 2), (2, 11, 9)]):
-        for call in (0, 2**40):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(mor, "CALL", call)
-                torch.library.opcheck(mor.read_rows, (q, kv, torch.tensor(spans)))
+def plain_varlen(q, k, v, *, cu_seq_q, cu_seq_k, max_q, max_k, seqused_k, block_table, **options):
+    """What varlen_attn says that it does with pages (and one query a sequence), in plain Python."""
+    assert options == dict(enable_gqa=True, num_splits=1) and max_q == 1
+    assert cu_seq_q.tolist() == list(range(len(q) + 1)) and cu_seq_k.tolist() == [n * max_k for n in cu_seq_q]
+    assert {t.dtype for t in (cu_seq_q, cu_seq_k, seqused_k, block_table)} == {torch.int32}
+    assert block_table.shape == (len(q), max_k // 8) and 0 <= block_table.min() <= block_table.max() < len(k)
+    rows = []
+    for query, length, pages in zip(q, seqused_k.tolist(), block_table.tolist()):
+        assert 0 < length <= max_k
+        keys, values = (torch.stack([x[pages[t // 8], t % 8] for t in range(length)]) for x in (k, v))
+        heads = [h * k.shape[2] // len(query) for h in range(len(query))]
+        rows.append([(keys[:, g] @ one / one.shape[0]**0.5).softmax(0) @ values[:, g]
+                     for one, g in zip(query, heads)])
+    return torch.stack([torch.stack(row) for row in rows])
+
+@pytest.mark.parametrize("mode", [*ROUTED[:4], dict(n_rec=1), dict(router="none", sharing="cycle")], ids=name)
+def test_pages(mode, monkeypatch):
+    """As on a GPU: page table and lengths are those of the rows, so that the same texts come of them, in
+    slots that were used before, in memory full of NaN; uncompiled, and with a spare slot as compiled."""
+    model, prompts = build(**mode), random_prompts(3, 1, 9, 2)
+    expected = serve(Engine(model, 3, max_len=20), prompts, 6)
+    monkeypatch.setattr(mor, "page_size", lambda like: 8)
+    monkeypatch.setattr(mor, "varlen_attn", plain_varlen)
+    monkeypatch.setattr(torch, "compile", lambda call, **options: call)
+    monkeypatch.setattr(mor, "plan_reads", lambda spans, kv: None)
+    for compile in (False, True):
+        engine = Engine(model, 3, max_len=20, compile=compile)
+        for cache in engine.caches.values():
+            for kv in cache.kv.values():
+                assert kv.is_contiguous() and len(kv) % 8 == 0
+                kv.fill_(math.nan)
+        for pair in zip(serve(engine, prompts, 6), expected):
+            assert_same(*pair)
 
 @pytest.mark.parametrize("mode", [ROUTED[0], ROUTED[3], ROUTED[1], dict(router="none", sharing="cycle")],
                          ids=name)
@@ -1707,10 +1748,38 @@ def test_bench_generate(small, monkeypatch, capsys):
             assert memory - mine / row["slots"] < mine <= memory
     assert any(row["model"] == "MoR-3, expert, shared cache" and row["slots"] == 8 for row in rows)   # of 4
     assert rows[0]["speed / plain, 4 slots"] == rows[0]["/ plain, as many"] == "1.00 [1.00 1.00]"
-    wrong = generate
-    monkeypatch.setattr(bench, "generate", lambda *args, **rest: [
-        replace(text, tokens=[(t + 1) % 257 for t in text.tokens]) for text in wrong(*args, **rest)])
-    assert "would write only" in refusal(bench.main, options, capsys)
+    right = bench.pick
+    for wrong in (lambda *args: right(*args).clamp(max=7), lambda logits, *args: logits.argmin(dim=1)):
+        monkeypatch.setattr(mor, "pick", wrong)   # the engine's
+        assert "would write only" in refusal(bench.main, options, capsys)
+
+def test_bench_gpu(tmp_path, monkeypatch, capfd):
+    """Its parts, at toy sizes on a CPU. One that fails, or takes too long, does not take the others along."""
+    monkeypatch.chdir(tmp_path)
+    toy = dict(model="tiny", device="cpu", rounds=1, passes=8, slots=3, batch_size=2, n_embd=48, n_ff=64,
+               block_size=32)
+    argv = [f"--{name}={value}" for name, value in toy.items()]
+    measure = lambda part: measured(capfd, [part, *argv])
+    kernels = [row for row in measure("gpu_kernels") if row["kernel"] == "flash"]
+    assert [row["tokens"] for row in kernels] == [32, 32, 21, 21, 10, 10]
+    assert [row["queries to 32 keys"] for row in measure("gpu_shapes")[2:]] == [21, 10]
+    assert [row["model"] for row in measure("gpu_train")] == ["MoR-3, expert", "plain"]
+    assert [row["model"] for row in measure("gpu_token")] == ["MoR-3, token"]
+    monkeypatch.setattr(torch, "compile", lambda call, **options: call)
+    rows = measure("gpu_decode")
+    assert [(row["how"], row["context"], row["slots"]) for row in rows[::2]] == [
+        ("graphs", 32, 3), ("graphs", 16, 3), ("graphs", 16, 4), ("eager", 32, 3), ("eager", 16, 3),
+        ("compiled", 32, 3)][:len(rows[::2])]
+    assert measure("gpu_precision")[0]["greatest gap of 20"] < 0.02
+    attended = bench.attended
+    monkeypatch.setattr(bench, "attended", lambda kernel, *args: [
+        y * (math.nan if kernel == bench.KERNELS["flash"] else 1) for y in attended(kernel, *args)])
+    assert "not what it should be: flash" in refusal(bench.main, ["gpu_kernels", *argv], capfd)
+    parts = {"look": (None, 60), "cost": (None, 0.1), "gpu_kernels": (None, 60)}
+    assert bench.in_turn(bench.BenchConfig(**toy), parts) == 1
+    out = capfd.readouterr().out
+    assert "look (exit code 2), cost (stopped after 0.1 s)" in out.splitlines()[-1]
+    assert "gpu_kernels (" not in out and '"tokens": 10, "scores": "near -120", "kernel": "flash"' in out
 
 def test_bench_quality(small, text, monkeypatch, capsys):
     """Trains what the table says, with equal tokens or FLOPs."""

@@ -20,6 +20,7 @@ import shlex
 import signal
 import sys
 import time
+import warnings
 import zipfile
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
@@ -28,7 +29,8 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 import torch
-from torch import distributed as dist
+from torch import distributed as dist, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from data import fineweb_edu, python_source
 from data.shards import Reader, val_batches
@@ -109,14 +111,27 @@ def make_optimizer(model, config):
     groups = [dict(key, params=params) for key, params in groups.items()]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
 
+class Loss(nn.Module):
+    """The model in training, without its logits: for a result of compiled code that nobody uses, autograd
+    still makes a gradient as large, 6.5 GB for 16 rows of 360m."""
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, y, k):   # loss and Routing
+        return self.model(x, y, causal=False, k=k)[1:]
+
 class Run:
     """One training run: model, optimizer, data and step, all that a checkpoint holds."""
     def __init__(self, config, tc, source, checkpoint=None):
         self.config, self.tc, self.source, self.step = config, tc, source, 0
         self.reading = False   # is a step waiting for its data?
-        self.device, (self.rank, self.world) = pick_device(tc.device), init_distributed()
+        self.device = pick_device(tc.device)
+        self.rank, self.world = init_distributed(self.device)
         self.grad_accum = tc.grad_accum(config.block_size, self.world)
-        torch.set_float32_matmul_precision("high")   # TF32 where there is a GPU and no bfloat16
+        # TF32 on a GPU. In a bfloat16 run only the router is float32: exact, as it will be in generation.
+        torch.set_float32_matmul_precision("high" if tc.dtype == "float32" else "highest")
+        warnings.filterwarnings("ignore", "TensorFloat32")   # which the compiler recommends
         torch.manual_seed(tc.seed)
         self.model = (checkpoint["model"] if checkpoint else MoR(config)).to(self.device).train()
         self.optimizer = make_optimizer(self.model, tc)
@@ -128,13 +143,13 @@ class Run:
             torch.manual_seed((tc.seed + self.rank + 1000 * self.step) % 2**32)
         self.reader = Reader(source.train, tc.batch_size, config.block_size, tc.seed, self.device,
                              checkpoint and checkpoint["reader"], self.rank, self.world)
-        self.forward = self.model
+        self.forward = Loss(self.model)
         if tc.compile:   # for the shapes that there are; a capacity warm-up has many
-            self.forward = torch.compile(self.model, fullgraph=True,
+            self.forward = torch.compile(self.forward, fullgraph=True,
                                          dynamic=None if tc.capacity_warmup else False)
         if self.world > 1:
             torch._dynamo.config.optimize_ddp = False   # gradients of shared weights come last: one graph
-            self.forward = torch.nn.parallel.DistributedDataParallel(self.forward)
+            self.forward = DistributedDataParallel(self.forward, gradient_as_bucket_view=True)
 
     def save(self, name):
         require(all(p.isfinite().all() for p in self.model.parameters()),
@@ -177,7 +192,7 @@ class Run:
             # Processes exchange gradients once a step, with the last micro-batch.
             with self.forward.no_sync() if self.world > 1 and i < self.grad_accum else nullcontext():
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=tc.dtype == "bfloat16"):
-                    loss, routing = self.forward(x, y, causal=False, k=k)[1:]   # logits would fill memory
+                    loss, routing = self.forward(x, y, k)
                 # DIFFERS: all losses are means over the step; the released code sums the auxiliary one up.
                 (loss / self.grad_accum).backward()
             for name, value in {**routing.health, **routing.losses}.items():
@@ -232,7 +247,7 @@ def train(run, log):
             rate = speed * tc.batch_tokens
             numbers.update(lm=lm, lr=lr_at(run.step - 1, tc), tokens_per_s=rate)
             if run.device.type == "cuda":
-                numbers.update(peak_gb=torch.cuda.max_memory_allocated() / 1e9, mfu=mfu(run, rate))
+                numbers.update(peak_gb=torch.cuda.max_memory_allocated() / 1e9, mfu=mfu(run.config, tc, rate / run.world))
             record(numbers, f"step {run.step}/{tc.max_steps} | loss {lm:.3f} | lr {numbers['lr']:.1e} | norm "
                    f"{numbers['norm']:.2f} | {rate / 1e3:.1f}k tok/s{pulse(numbers)} | "
                    f"eta {(tc.max_steps - run.step) / speed / 60:.1f}m")
@@ -291,20 +306,22 @@ def pulse(numbers):
 PEAK = {"NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H200": 989.4e12,
         "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA GeForce RTX 4090": 165.2e12}
 
-def mfu(run, tokens_per_s):
-    """Share of the GPU's peak in use, by flops_per_token and twice that backward; None if not known."""
-    peak = PEAK.get(torch.cuda.get_device_name()) if run.tc.dtype == "bfloat16" else None
-    cost = 3 * flops_per_token(run.config, run.config.block_size)
-    return peak and cost * tokens_per_s / (peak * run.world)
+def mfu(config, tc, tokens_per_s):
+    """Share of the GPU's peak in use, by flops_per_token (attention counts as its causal half) and twice that
+    backward; None if not known."""
+    peak = PEAK.get(torch.cuda.get_device_name()) if tc.dtype == "bfloat16" else None
+    return peak and 3 * flops_per_token(config, config.block_size) * tokens_per_s / peak
 
 # ---- Several processes -------------------------------------------------------------------------------------
 
-def init_distributed():
+def init_distributed(device):
     """Which of how many processes this is: those that torchrun started, one for each GPU; else 0 of 1."""
     if not dist.is_torchelastic_launched():
         return 0, 1
-    if not dist.is_initialized():
-        dist.init_process_group()
+    if not dist.is_initialized() and device.type == "cuda":   # nccl for gradients, gloo for `any_process`
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    elif not dist.is_initialized():
+        dist.init_process_group("gloo")
     return dist.get_rank(), dist.get_world_size()
 
 def any_process(flag, world):
@@ -366,6 +383,10 @@ def pick_device(name):
         raise ValueError(f"--device={name} cannot be used here ({reason}): try --device=cpu") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        # Flash attention instead of cuDNN's, which spends 34 to 440 ms on each new length (token-choice and
+        # evaluation meet them all the time) and whose gradients were reported as NaN (pytorch 196678, with a
+        # mask, which we have not; cudnn-frontend 160). `bench.py gpu` compares both.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 def machine(device):
@@ -508,7 +529,8 @@ def parse(argv, doc, *classes):
     return vars(given)
 
 def main(argv):
-    given, (rank, world) = parse(argv, __doc__, MoRConfig, TrainConfig), init_distributed()
+    given = parse(argv, __doc__, MoRConfig, TrainConfig)
+    rank, world = init_distributed(pick_device(given.get("device", "auto")))
     if rank:   # one process speaks, and writes
         sys.stdout = open(os.devnull, "w")
     checkpoint = load_checkpoint(given["resume"]) if given.get("resume") else None
