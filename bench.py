@@ -348,10 +348,11 @@ def generation(bench):
     mean = max(1, 256 // (bench.quick or max(1, math.ceil(512 / block_size))))
 
     def enter(name, slots):
-        """An engine with room for texts of mean + 4 deviations, which are twice the mean, at due depth."""
-        c = models[name].config
-        entries = [math.ceil(2 * mean * share) for share in shares(c)] if c.cache == "recursion" else None
-        engine = Engine(models[name], slots, 2 * mean, entries, compile=bench.compile)
+        """An engine with room for texts of mean + 4 deviations, which are twice the mean, at due depth; in
+        pages for three times the mean, as thirds of it are whole pages."""
+        c, room = models[name].config, (2 if page_size(models[name].wte.weight) == 1 else 3) * mean
+        entries = [math.ceil(room * share) for share in shares(c)] if c.cache == "recursion" else None
+        engine = Engine(models[name], slots, room, entries, compile=bench.compile)
         engines[name, slots] = engine, protocol(mean, slots)
         kv[name] = sum(x.nbytes / len(cache.used)
                        for cache in engine.caches.values() for x in cache.kv.values())
@@ -647,16 +648,19 @@ def gpu_kernels(bench):
         if low:   # in their first numbers alone; there, gradients cancel, and are not compared
             q[..., 0], k[..., 0] = 1, -120 * q.shape[3]**0.5
         exact = attended(SDPBackend.MATH, *(x.float() for x in (q, k, v, grad)))
-        call, row = partial(attended, KERNELS[name], q, k, v, grad), {}
+        call = partial(attended, KERNELS[name], q, k, v, grad)
+        row = {"tokens": n, "scores": "near -120" if low else "near 0", "kernel": name}
         try:
-            row = {f"gap of {what}": ((y.float() - x)[..., 1:].norm() / x[..., 1:].norm()).item()
-                   for what, x, y in zip(("output", "dq", "dk", "dv"), exact, call())}
+            ys = call()
             took = statistics.median(seconds(q.device, call, 5) for _ in range(bench.rounds))
         except RuntimeError as error:
-            return {"tokens": n, "scores": "", "kernel": str(error)[:60]}
-        bad.extend([name] if not max(row.values()) < 0.02 else [])   # NaN is not below
-        return {"tokens": n, "scores": "near -120" if low else "near 0", "kernel": name, **row,
-                "ms": 1e3 * took, "expected": "gaps below 0.02"}
+            bad.extend([name] if name == "flash" else [])   # others need not be there
+            return row | {"failed": str(error)[:60]}
+        gaps = [((y.float() - x)[..., 1:].norm() / x[..., 1:].norm()).item() for x, y in zip(exact, ys)]
+        finite = all(y.isfinite().all() for y in ys)
+        bad.extend([] if finite and all(gap < 0.02 for gap in gaps) else [name])
+        return row | {f"gap of {what}": gap for what, gap in zip(("output", "dq", "dk", "dv"), gaps)} | {
+            "finite": finite, "ms": 1e3 * took, "expected": "finite, gaps below 0.02"}
     lengths = T, 2 * T // 3, T // 3
     table("Attention, forward and backward, against float32",
           (measure(*case) for case in product(lengths, (False, True), KERNELS)))
@@ -727,10 +731,11 @@ def gpu_train(bench, names=("MoR-3, expert", "plain")):
         peak = torch.cuda.max_memory_allocated() / 1e9 if gpu else ""
         del run
         gc.collect()   # a compiled model holds itself
+        cost = 3 * flops_per_token(config, config.block_size, share=share)
         return {"model": name, "compiled": tc.compile, "first step, s": warm, "ms": 1e3 * took,
                 "tokens/s": f"{speed:,.0f}", "MFU": train.mfu(config, tc, speed) if gpu else "",
-                "peak GB": peak, "GFLOPs a token": 3e-9 * flops_per_token(config, config.block_size, share=share),
-                "mean depth": sum(share), "expected": STEPS[name]}
+                "peak GB": peak, "GFLOPs a token": cost / 1e9, "mean depth": sum(share),
+                "expected": STEPS[name]}
     table(f"A step of {bench.batch_size or 16} x {bench.size['block_size']} tokens", map(measure, names))
 
 DECODE = {"eager": "3-4k", "compiled": "6-7k", "graphs": "10-11k"}   # tokens/s that are expected at 32 slots
@@ -747,7 +752,7 @@ def gpu_decode(bench):
         print(f"note: {device}, torch {torch.__version__}: no attention over pages, entries are copied")
 
     def measure(name, how, context, slots, entries):
-        room = 2 * short if context == short else T + 32 + new
+        room = 3 * short if context == short else T + 32 + new   # thirds of it are whole pages
         long = (([0] * (T + i % 32), new, i) for i in count())
         texts = protocol(short, slots) if context == short else long
         engine = Engine(models[name], slots, room, entries, compile=how != "eager", graphs=how == "graphs")
@@ -762,7 +767,7 @@ def gpu_decode(bench):
         ("graphs", T), ("graphs", short), ("eager", T), ("eager", short), ("compiled", T)) for name in models]
     # With these entries and slots MoR-3 has as much memory as plain.
     more = int(bench.slots * kv_bytes_per_token(plain) / kv_bytes_per_token(c))
-    cases.insert(4, ("MoR-3", "graphs", short, more, [math.ceil(2 * short * share) for share in shares(c)]))
+    cases.insert(4, ("MoR-3", "graphs", short, more, [math.ceil(3 * short * share) for share in shares(c)]))
     table("Generation", (measure(*case) for case in cases))
 
 def gpu_precision(bench):

@@ -728,23 +728,18 @@ class Cache:
 
 class Batch:
     """Plays the part of Rows in the engine: the newest tokens of n texts, each of which adds an entry to a
-    row and reads it. The first n_new of them write. columns (8, n): what `Cache.extend` says of each, on the
-    device. calls: how to read, see plan_reads; None: in a way that is the same for all lengths, as compiled
-    code and a GPU need it."""
-    def __init__(self, cache, table, columns, n_new, calls):
+    row, and reads it. The first n_new of them write. columns (8, n): what `Cache.extend` says of each, on the
+    device. read(q, kv): attention to the rows, if the host has planned it; else None, see below."""
+    def __init__(self, cache, table, columns, n_new, read):
         self.cache = cache
         self.n_new = n_new
-        self.calls = calls
-        self.pages = None
+        self.read = read
         self.slot, self.position, self.done, self.token, self.write_at, _, start, length = columns.unbind()
         self.rope = table.index_select(0, self.position).unbind(1)                         # (n, 1, D) each
-        if calls is None and cache.kv:
+        if cache.kv and read is None:   # compiled, and on a GPU: the same shapes whatever the lengths
             kv = next(iter(cache.kv.values()))
-            page, longest = page_size(kv), padded(max(cache.step), kv.device)
-            if page > 1:
-                self.pages = page, plan_pages(start, length, longest, page, len(kv))
-            else:
-                self.calls = [copies(start, length, longest, kv)]
+            plan = plan_pages if page_size(kv) > 1 else plan_copies
+            self.read = plan(start, length, padded(max(cache.step), kv.device), kv)
 
     def writers(self, layer):   # as in Rows
         return self.n_new
@@ -753,91 +748,8 @@ class Batch:
         """Attention of q (n, H, D) to their rows, to which kv of the writers, (n', 2 * G, D), is added."""
         cached = self.cache.kv[layer[0]]   # (entries, 2 * G, D)
         if kv is not None:
-            cached[self.write_at[:len(kv)]] = kv
-        if self.pages:
-            page, plan = self.pages
-            k, v = cached.unflatten(0, (-1, page)).chunk(2, dim=2)   # (pages, page, G, D) each
-            return varlen_attn(q, k, v, **plan)                                            # (n, H, D)
-        q = q.unflatten(1, (cached.shape[1] // 2, -1))   # heads that share a key: (n, G, H/G, D)
-        return read(q, cached, self.calls).flatten(1, 2)                                   # (n, H, D)
-
-def page_size(like):
-    """256, the fewest entries of a page for flash attention, where it can read rows page by page: on a GPU,
-    in half precision, with torch 2.13 (2.11 cannot). Else 1."""
-    half = like.dtype in (torch.bfloat16, torch.float16)
-    return 256 if like.is_cuda and half and "block_table" in inspect.signature(varlen_attn).parameters else 1
-
-def plan_pages(start, length, longest, page, entries):
-    """What varlen_attn wants to know of n rows, `length` entries from `start` on, (n,) each: n sequences of
-    one query and at most `longest` keys, and the pages of each, (n, longest / page). It reads no other key.
-    One split only: with several, a text would depend on its neighbours, and be wrong (pytorch 194167)."""
-    n = torch.arange(len(start) + 1, device=start.device, dtype=torch.int32)
-    pages = start[:, None] // page + torch.arange(longest // page, device=start.device)
-    return dict(cu_seq_q=n, cu_seq_k=n * longest, max_q=1, max_k=longest, seqused_k=length.int(),
-                block_table=pages.clamp(max=entries // page - 1).int(), enable_gqa=True, num_splits=1)
-
-CALL = 2**15   # one call of attention costs about as much as copying so many numbers (measured on a CPU)
-
-def plan_reads(spans, kv):
-    """How n queries are to read their rows of kv (entries, 2 * G, D), each a span (recursion, start, length):
-    a list of calls, each (queries, place of keys and values, mask). Neighbours at equal distances share a
-    call, in which their rows are a view of kv. Where that takes many calls for short rows, all are copied,
-    for a single one."""
-    recursion, start, length = zip(*spans)
-    heads, D = kv.shape[1:]
-    per_entry, per_head, _ = kv.stride()
-    runs = even_runs(recursion, start)
-    copied = len(spans) * max(length) * heads // 2 * D   # numbers, of keys or of values
-    if copied < (len(runs) - 1) * CALL:
-        return [copies(torch.tensor(start), torch.tensor(length), max(length), kv)]
-    mask = mask_ends(torch.tensor(length), max(length), kv)
-    calls = []
-    for i, j in runs:
-        longest = max(length[i:j])
-        step = start[i + 1] - start[i] if j - i > 1 else 0
-        # Shape, strides and offset of keys and values as a view of kv, whose rows are `step` entries apart.
-        view = ((2, j - i, heads // 2, longest, D),
-                (per_head * heads // 2, per_entry * step, per_head, per_entry, 1), per_entry * start[i])
-        calls.append((slice(i, j), view, mask[i:j, ..., :longest] if min(length[i:j]) < longest else None))
-    return calls
-
-def copies(start, length, longest, kv):
-    """A single call for rows of kv, `length` entries from `start` on, (n,) each, copied and padded to the
-    longest: (all queries, indices (2, n, G, longest) of vectors (D,) in kv, mask (n, 1, 1, longest))."""
-    head = torch.arange(kv.shape[1], device=kv.device).view(2, 1, -1, 1)                   # (2, 1, G, 1)
-    entry = torch.arange(longest, device=kv.device)                                        # (longest,)
-    entry = start[:, None] + torch.minimum(entry, length[:, None] - 1)                     # (n, longest)
-    per_entry, per_head = (stride // kv.shape[2] for stride in kv.stride()[:2])
-    place = entry[:, None] * per_entry + head * per_head
-    return slice(None), place, mask_ends(length, longest, kv)
-
-def mask_ends(length, longest, like):   # (n, 1, 1, longest): 0 for the first length (n,) entries, then -inf
-    ended = torch.arange(longest, device=like.device) >= length[:, None]
-    return like.new_zeros(ended.shape).masked_fill(ended, -math.inf)[:, None, None]
-
-def even_runs(recursion, start):
-    """Groups [i, j) of neighbours whose starts ascend by equal steps, in the same recursion: there rows have
-    the same room, so that a view as long as the longest of them ends inside kv."""
-    runs = [[0, 1]]
-    for i in range(1, len(start)):
-        first = runs[-1][0]
-        step = start[i] - start[i - 1]
-        even = i - first == 1 or step == start[first + 1] - start[first]
-        if recursion[i] == recursion[i - 1] and step >= 0 and even:
-            runs[-1][1] += 1
-        else:
-            runs.append([i, i + 1])
-    return runs
-
-def read(q, kv, calls):   # attention of each query of q (n, G, H/G, D) to its row of kv (entries, 2 * G, D)
-    y = []
-    for queries, place, mask in calls:
-        if torch.is_tensor(place):
-            k, v = F.embedding(place, kv.as_strided((kv.numel() // q.shape[3], q.shape[3]), (q.shape[3], 1)))
-        else:
-            k, v = kv.as_strided(*place)   # (n, G, longest, D) each
-        y.append(F.scaled_dot_product_attention(q[queries], k, v, mask))
-    return y[0] if len(y) == 1 else torch.cat(y)
+            cached.index_put_((self.write_at[:len(kv)],), kv)
+        return self.read(q, cached)                                                        # (n, H, D)
 
 @dataclass(eq=False)
 class Engine:
@@ -955,7 +867,8 @@ class Engine:
         self.new.append(request)
 
     def call(self, name, requests):
-        """Make one of the three calls. Returns the requests, in the order of its results, and these."""
+        """Make one of the three calls. Returns the requests, in the order of its results, and these. They are
+        to be read before the next call, which may use their memory."""
         order = ["done", "slot"] if name == "block" else ["slot"]   # those that write first, and as rows lie
         requests = sorted(requests, key=attrgetter(*order))
         spare = [self.spare] * (self.slots + 1 - len(requests)) if self.compile else []
@@ -963,7 +876,7 @@ class Engine:
         lines, n_new = cache.extend(requests + spare)
         plan = None
         if cache.kv and not (self.compile or self.h.is_cuda):
-            plan = plan_reads([line[5:] for line in lines], next(iter(cache.kv.values())))
+            plan = plan_views([line[5:] for line in lines], next(iter(cache.kv.values())))
         n_new = len(lines) if self.compile else n_new
         return requests, self.calls[name](self.send([*zip(*lines)]), n_new, plan)
 
@@ -1000,8 +913,8 @@ class Engine:
         u = self.send([request.stream.random() for request in requests])
         tokens = pick(logits[:len(u), :self.vocab_size], u, self.temperature, self.top_k)
         self.waiting = []
-        results = torch.cat([z[:len(u), :-1], tokens[:, None]], dim=1)   # one wait for the device
-        for request, (*said, token) in zip(requests, results.tolist()):
+        z[:len(u), -1] = tokens   # into its spare column, for a single wait for the device
+        for request, (*said, token) in zip(requests, z.tolist()):
             token = int(token)
             request.tokens.append(token)
             request.depths.append(request.done)
@@ -1032,6 +945,92 @@ def generate(model, prompts, max_new_tokens, temperature=1.0, top_k=None, seed=N
                 for i, prompt in enumerate(prompts)]
     list(engine.run())
     return requests
+
+# How a batch reads its rows: skip it on a first reading, it is all about speed. There are three ways. Each is
+# planned once for a call of the engine, from `start` and `length` of n rows in kv (entries, 2 * G, D); a plan
+# is a function of q (n, H, D) and the kv of a layer.
+
+def grouped(q, k, v, mask):   # k and v (n, G, S, D): the H/G heads that share a key are H/G queries to it
+    q = q.view(len(q), k.shape[1], -1, q.shape[2])                                         # (n, G, H/G, D)
+    return F.scaled_dot_product_attention(q, k, v, mask).flatten(1, 2)                     # (n, H, D)
+
+CALL = 2**15   # one call of attention costs about as much as copying so many numbers (measured on a CPU)
+
+def plan_views(spans, kv):
+    """On a CPU: neighbours at equal distances share a call, in which their rows are a view of kv. Where that
+    takes many calls for short rows, they are copied instead. spans: lists of (recursion, start, length)."""
+    recursion, start, length = zip(*spans)
+    G, D = kv.shape[1] // 2, kv.shape[2]
+    runs = even_runs(recursion, start)
+    if len(spans) * max(length) * G * D < (len(runs) - 1) * CALL:
+        return plan_copies(torch.tensor(start), torch.tensor(length), max(length), kv)
+    mask = mask_ends(torch.tensor(length), max(length), kv)
+    per_entry, per_head, _ = kv.stride()
+    calls = []
+    for i, j in runs:
+        longest = max(length[i:j])
+        step = start[i + 1] - start[i] if j - i > 1 else 0   # from one row to the next
+        sizes = 2, j - i, G, longest, D
+        view = sizes, (per_head * G, per_entry * step, per_head, per_entry, 1), per_entry * start[i]
+        calls.append((i, j, view, mask[i:j, ..., :longest] if min(length[i:j]) < longest else None))
+    return partial(read_views, calls)
+
+def even_runs(recursion, start):
+    """Groups [i, j) of neighbours whose starts ascend by equal steps, in the same recursion: there rows have
+    the same room, so that a view as long as the longest of them ends inside kv."""
+    runs = [[0, 1]]
+    for i in range(1, len(start)):
+        first = runs[-1][0]
+        step = start[i] - start[i - 1]
+        even = i - first == 1 or step == start[first + 1] - start[first]
+        if recursion[i] == recursion[i - 1] and step >= 0 and even:
+            runs[-1][1] += 1
+        else:
+            runs.append([i, i + 1])
+    return runs
+
+def read_views(calls, q, kv):
+    y = [grouped(q[i:j], *kv.as_strided(*view), mask) for i, j, view, mask in calls]
+    return y[0] if len(y) == 1 else torch.cat(y)
+
+def plan_copies(start, length, longest, kv):
+    """Anywhere: rows copied and padded to the longest. start, length: (n,)."""
+    head = torch.arange(kv.shape[1], device=kv.device).view(2, 1, -1, 1)                   # (2, 1, G, 1)
+    entry = torch.arange(longest, device=kv.device)                                        # (longest,)
+    entry = start[:, None] + torch.minimum(entry, length[:, None] - 1)                     # (n, longest)
+    per_entry, per_head = (stride // kv.shape[2] for stride in kv.stride()[:2])
+    place = entry[:, None] * per_entry + head * per_head   # of vectors (D,) in kv: (2, n, G, longest)
+    return partial(read_copies, place, mask_ends(length, longest, kv))
+
+def mask_ends(length, longest, like):   # (n, 1, 1, longest): 0 for the first length (n,) entries, then -inf
+    ended = torch.arange(longest, device=like.device) >= length[:, None]
+    return like.new_zeros(ended.shape).masked_fill(ended, -math.inf)[:, None, None]
+
+def read_copies(place, mask, q, kv):
+    D = kv.shape[2]
+    k, v = F.embedding(place, kv.as_strided((kv.numel() // D, D), (D, 1)))   # (n, G, longest, D) each
+    return grouped(q, k, v, mask)
+
+def page_size(like):
+    """256, the least that flash attention takes, where it can read rows page by page: on a GPU, in half
+    precision, with torch 2.13 (2.11 cannot). Else 1."""
+    half = like.dtype in (torch.bfloat16, torch.float16)
+    return 256 if like.is_cuda and half and "block_table" in inspect.signature(varlen_attn).parameters else 1
+
+def plan_pages(start, length, longest, kv):
+    """On a GPU: n sequences of one query and at most `longest` keys, which lie in the pages of a table
+    (n, longest / page). Flash attention reads the first `length` keys where they lie, and no other."""
+    page = page_size(kv)
+    table = start[:, None] // page + torch.arange(longest // page, device=kv.device)
+    cu = torch.arange(len(start) + 1, device=kv.device, dtype=torch.int32)   # where sequences begin
+    # One split: with more, a text would depend on its neighbours, and be wrong (pytorch 194167).
+    return partial(read_pages, page, dict(
+        cu_seq_q=cu, cu_seq_k=cu * longest, max_q=1, max_k=longest, seqused_k=length.int(), num_splits=1,
+        block_table=table.clamp(max=len(kv) // page - 1).int(), enable_gqa=True))
+
+def read_pages(page, plan, q, kv):
+    k, v = kv.unflatten(0, (-1, page)).chunk(2, dim=2)   # (pages, page, G, D) each
+    return varlen_attn(q, k, v, **plan)
 
 # ---- 8. What it costs --------------------------------------------------------------------------------------
 

@@ -860,13 +860,13 @@ def test_reads(call, monkeypatch):
     for _ in range(50):
         spans = sorted((r, base[r] + slot * room[r], int(rng.integers(1, room[r] + 1)))
                        for slot, r in enumerate(rng.integers(3, size=3)))
-        q, kv = torch.randn(3, 2, 2, 8).double(), torch.randn(4, 165, 8).double()
+        q, kv = torch.randn(3, 4, 8).double(), torch.randn(4, 165, 8).double()
         for kv in (kv.transpose(0, 1), kv.transpose(0, 1).contiguous()):   # as on a CPU, and as in pages
-            y = mor.read(q, kv, mor.plan_reads(spans, kv))
+            y = mor.plan_views(spans, kv)(q, kv)
             for i, (_, start, length) in enumerate(spans):
                 k, v = kv[start:start + length].transpose(0, 1).chunk(2)
-                expected = (q[i] @ k.transpose(1, 2) / 8**0.5).softmax(dim=2) @ v
-                torch.testing.assert_close(y[i], expected, rtol=0, atol=1e-12)
+                expected = (q[i].view(2, 2, 8) @ k.transpose(1, 2) / 8**0.5).softmax(dim=2) @ v
+                torch.testing.assert_close(y[i], expected.flatten(0, 1), rtol=0, atol=1e-12)
 
 def plain_varlen(q, k, v, *, cu_seq_q, cu_seq_k, max_q, max_k, seqused_k, block_table, **options):
     """What varlen_attn says that it does with pages (and one query a sequence), in plain Python."""
@@ -892,7 +892,7 @@ def test_pages(mode, monkeypatch):
     monkeypatch.setattr(mor, "page_size", lambda like: 8)
     monkeypatch.setattr(mor, "varlen_attn", plain_varlen)
     monkeypatch.setattr(torch, "compile", lambda call, **options: call)
-    monkeypatch.setattr(mor, "plan_reads", lambda spans, kv: None)
+    monkeypatch.setattr(mor, "plan_views", lambda spans, kv: None)
     for compile in (False, True):
         engine = Engine(model, 3, max_len=20, compile=compile)
         for cache in engine.caches.values():
@@ -1141,6 +1141,21 @@ def test_processes(go, text):
         for x, y in zip(a, b):   # loss, norm, load, agreement: over all rows of the step
             for key in x.keys() - {"tokens_per_s", "dead", "max_vio", "entropy"}:
                 assert x[key] == pytest.approx(y[key], rel=1e-4, abs=1e-5), key
+
+def test_gpu_settings(go, monkeypatch):
+    """TF32 serves float32 runs only: in bfloat16 it would round what the router says, unlike generation.
+    Processes on GPUs exchange gradients by nccl, each on its own, and flags by gloo."""
+    for dtype, precision in (("bfloat16", "highest"), ("float32", "high")):
+        go("--max_steps=1", f"--dtype={dtype}", f"--out_dir={dtype}")
+        assert torch.get_float32_matmul_precision() == precision
+    calls = []
+    for name, value in dict(is_torchelastic_launched=True, is_initialized=False, get_rank=1,
+                            get_world_size=2).items():
+        monkeypatch.setattr(train.dist, name, lambda value=value: value)
+    monkeypatch.setattr(train.dist, "init_process_group", lambda *args, **rest: calls.append((args, rest)))
+    for device in (torch.device("cpu"), torch.device("cuda", 1)):
+        assert train.init_distributed(device) == (1, 2)
+    assert calls == [(("gloo",), {}), (("cpu:gloo,cuda:nccl",), dict(device_id=device))]
 
 def test_recipe(monkeypatch):
     """The paper's numbers of steps at 16.5e18 FLOPs follow from --flops; 10B tokens are the default of its
@@ -1769,11 +1784,12 @@ def test_bench_gpu(tmp_path, monkeypatch, capfd):
     rows = measure("gpu_decode")
     assert [(row["how"], row["context"], row["slots"]) for row in rows[::2]] == [
         ("graphs", 32, 3), ("graphs", 16, 3), ("graphs", 16, 4), ("eager", 32, 3), ("eager", 16, 3),
-        ("compiled", 32, 3)][:len(rows[::2])]
+        ("compiled", 32, 3)]
     assert measure("gpu_precision")[0]["greatest gap of 20"] < 0.02
     attended = bench.attended
     monkeypatch.setattr(bench, "attended", lambda kernel, *args: [
-        y * (math.nan if kernel == bench.KERNELS["flash"] else 1) for y in attended(kernel, *args)])
+        y / (1 if kernel != bench.KERNELS["flash"] or y is not ys[2] else y - y)
+        for ys in [attended(kernel, *args)] for y in ys])   # dk alone is not finite
     assert "not what it should be: flash" in refusal(bench.main, ["gpu_kernels", *argv], capfd)
     parts = {"look": (None, 60), "cost": (None, 0.1), "gpu_kernels": (None, 60)}
     assert bench.in_turn(bench.BenchConfig(**toy), parts) == 1

@@ -247,7 +247,8 @@ def train(run, log):
             rate = speed * tc.batch_tokens
             numbers.update(lm=lm, lr=lr_at(run.step - 1, tc), tokens_per_s=rate)
             if run.device.type == "cuda":
-                numbers.update(peak_gb=torch.cuda.max_memory_allocated() / 1e9, mfu=mfu(run.config, tc, rate / run.world))
+                numbers.update(peak_gb=torch.cuda.max_memory_allocated() / 1e9,
+                               mfu=mfu(run.config, tc, rate / run.world))
             record(numbers, f"step {run.step}/{tc.max_steps} | loss {lm:.3f} | lr {numbers['lr']:.1e} | norm "
                    f"{numbers['norm']:.2f} | {rate / 1e3:.1f}k tok/s{pulse(numbers)} | "
                    f"eta {(tc.max_steps - run.step) / speed / 60:.1f}m")
