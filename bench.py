@@ -235,7 +235,9 @@ def training(bench):
                "time / plain": ratios(times[name], times[like]),
                "FLOPs / plain": flops_per_token(c, T, share=share) / flops_per_token(variants[like][0], T),
                "mean depth": sum(share), "compiled": tc.compile}
-        rows.append(row | ({"MFU": train.mfu(c, tc, speed), "peak GB": peak[name]} if gpu else {}))
+        if gpu:
+            row |= {"MFU": train.mfu(c, tc, speed, load[name]), "peak GB": peak[name]}
+        rows.append(row)
     table(f"A step: width {c.n_embd}, {tc.batch_size} x {T} tokens, {tc.dtype}, {device}", rows)
 
 def started(name, config, tc, source):
@@ -621,7 +623,7 @@ def unrolled(model, idx):
 
 # ---- gpu ---------------------------------------------------------------------------------------------------
 #
-# What is expected was estimated from compiled graphs and the data sheet of an H100, with none at hand.
+# What is expected was estimated from compiled graphs and data sheets (H100; H200), with no GPU at hand.
 
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 
@@ -667,8 +669,8 @@ def gpu_kernels(bench):
     require(not bad, f"attention is not what it should be: {', '.join(sorted(set(bad)))}")
 
 def gpu_shapes(bench):
-    """What a first call costs at a new length, as token-choice and evaluation meet them; and, for the shared
-    cache, queries put back on the grid of all tokens against a mask."""
+    """What a first call costs at a new length, as prompts have them; and, for the shared cache, queries put
+    back on the grid of all tokens against a mask."""
     B, T = bench.batch_size or 16, bench.size["block_size"]
 
     def measure(name):
@@ -733,12 +735,12 @@ def gpu_train(bench, names=("MoR-3, expert", "plain")):
         gc.collect()   # a compiled model holds itself
         cost = 3 * flops_per_token(config, config.block_size, share=share)
         return {"model": name, "compiled": tc.compile, "first step, s": warm, "ms": 1e3 * took,
-                "tokens/s": f"{speed:,.0f}", "MFU": train.mfu(config, tc, speed) if gpu else "",
+                "tokens/s": f"{speed:,.0f}", "MFU": train.mfu(config, tc, speed, load) if gpu else "",
                 "peak GB": peak, "GFLOPs a token": cost / 1e9, "mean depth": sum(share),
                 "expected": STEPS[name]}
     table(f"A step of {bench.batch_size or 16} x {bench.size['block_size']} tokens", map(measure, names))
 
-DECODE = {"eager": "3-4k", "compiled": "6-7k", "graphs": "10-11k"}   # tokens/s that are expected at 32 slots
+DECODE = {"eager": "3-4k", "compiled": "6-7k", "graphs": "10-11k"}   # tokens/s of MoR-3 expected at 32 slots
 
 def gpu_decode(bench):
     """Generation, eager, compiled and as CUDA graphs. At the short context, texts of about 256 tokens at any
@@ -775,7 +777,7 @@ def gpu_precision(bench):
     losses = {}
     for options in (dict(dtype="float32", compile=False), dict(compile=bench.compile)):
         config, tc, source = gpu_settings(bench, n_rec=3, n_layer=min(8, bench.size["n_layer"]), **options,
-                                     batch_size=bench.batch_size or 8, max_steps=1000)
+                                          batch_size=bench.batch_size or 8, max_steps=1000)
         run = train.Run(config, tc, source)
         torch.set_float32_matmul_precision("highest")   # no TF32 in what is compared with
         losses[tc.dtype] = [run.train_step()["lm"].item() for _ in range(20)]

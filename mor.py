@@ -148,7 +148,7 @@ class Attention(nn.Module):
     def forward(self, x, rows, layer):
         q = rotate(self.q_proj(x).view(len(x), -1, self.D), rows.rope)                     # (N, H, D)
         kv = None
-        n = rows.writers(layer)   # the first n write keys and values: all, or none if the cache is shared
+        n = rows.writers(layer)   # the first n write keys and values; if the cache is shared, at recursion 1
         if n > 0:
             k, v = self.kv_proj(x[:n]).view(n, 2, self.G, self.D).unbind(1)                # (n, G, D) each
             kv = torch.cat([rotate(k, [t[:n] for t in rows.rope]), v], dim=1)              # (n, 2 * G, D)
@@ -317,11 +317,11 @@ class Rows:
         shared        every token, at depth 1 only      every token; deeper, no key and no value is projected
 
     Tokens stay in row order, and in position order within a row. Then is_causal=True is that rule, and no
-    mask is needed. Where of B=2 rows of T=4 tokens 0 and 2 of the first and 3 of the second have remained,
-    flat is 0 2 7, S is 2 and cell is 0 1 2, in a grid of 2 x S places."""
+    mask is needed. An example with B=2 and T=4: if tokens 0 and 2 of row 0 and 3 of row 1 are left, flat is
+    0 2 7, S is 2 and cell is 0 1 2, in a grid of 2 x S places."""
     B: int
     T: int
-    S: int  # tokens in each row, or at most
+    S: int  # places for tokens in each row
     flat: Tensor  # (N,) row * T + place in the row, ascending
     position: Tensor  # (N,) in the text
     rope: tuple  # cos and sin, (N, 1, D) each
@@ -480,9 +480,10 @@ class ExpertRouter(nn.Module):
         z = [self.ask(x, here, r) for r in range(1, engine.max_depth)]
         predicted = [self.predict(x, z_r, r) for r, z_r in enumerate(z, 1)]
         nobody = torch.full_like(done, torch.nan, dtype=engine.z.dtype)
-        # Column `done` of these is the logit before recursion done + 1, the next one.
-        engine.z[here.slot, here.done + 1] = torch.cat([*z, nobody], dim=1).gather(1, done)[:, 0]
-        return x, ~(torch.cat([*predicted, nobody], dim=1).gather(1, done)[:, 0] > engine.bar)
+        # Column `done` of all logits is the one before recursion done + 1, the next.
+        own = lambda logits: torch.cat([*logits, nobody], dim=1).gather(1, done)[:, 0]     # (n,)
+        engine.z[here.slot, here.done + 1] = own(z)
+        return x, ~(own(predicted) > engine.bar)
 
 class TokenRouter(nn.Module):
     """Token-choice: one router, read once after the first layer; each token takes the depth that scores best.
@@ -727,16 +728,16 @@ class Cache:
         return lines, n_new
 
 class Batch:
-    """Plays the part of Rows in the engine: the newest tokens of n texts, each of which adds an entry to a
-    row, and reads it. The first n_new of them write. columns (8, n): what `Cache.extend` says of each, on the
-    device. read(q, kv): attention to the rows, if the host has planned it; else None, see below."""
+    """Plays the part of Rows in the engine: the newest tokens of n texts. The first n_new add an entry to a
+    row; all read one. columns (8, n): what `Cache.extend` says of each, on the device. read(q, kv): attention
+    to the rows, if the host has planned it; else None."""
     def __init__(self, cache, table, columns, n_new, read):
         self.cache = cache
         self.n_new = n_new
         self.read = read
         self.slot, self.position, self.done, self.token, self.write_at, _, start, length = columns.unbind()
         self.rope = table.index_select(0, self.position).unbind(1)                         # (n, 1, D) each
-        if cache.kv and read is None:   # compiled, and on a GPU: the same shapes whatever the lengths
+        if cache.kv and read is None:   # compiled, or on a GPU: the same shapes whatever the lengths
             kv = next(iter(cache.kv.values()))
             plan = plan_pages if page_size(kv) > 1 else plan_copies
             self.read = plan(start, length, padded(max(cache.step), kv.device), kv)
@@ -794,9 +795,7 @@ class Engine:
         self.caches = dict(enter=new_cache(["first"][:c.n_unshared], [self.max_len]),
                            block=new_cache(range(c.n_shared), self.entries),
                            head=new_cache(["last"][:c.n_unshared], [self.max_len]))
-        self.spare = Request([0], 0, None, slot=self.slots, done=self.max_depth - 1)
-        for cache in self.caches.values() if self.compile else []:
-            cache.used[-1] = [1] * len(cache.room)
+        self.spare = Request([0], 0, None, slot=self.slots)
         self.calls = {name: self.wrap(getattr(self, name)) for name in self.caches}
         self.queue = deque()
         self.counts = Counter()
@@ -806,9 +805,9 @@ class Engine:
     def wrap(self, call):   # compiled, if that is wanted
         if not self.compile:
             return call
-        for cache in self.caches.values():
-            for buffer in (self.h, self.entered, self.z, self.table, *cache.kv.values()):
-                torch._dynamo.mark_static_address(buffer)   # graphs may write to it: it stays where it is
+        kept = [kv for cache in self.caches.values() for kv in cache.kv.values()]
+        for buffer in (self.h, self.entered, self.z, self.table, *kept):
+            torch._dynamo.mark_static_address(buffer)   # graphs may write to it: it stays where it is
         graphs = self.graphs and self.h.is_cuda
         return torch.compile(call, dynamic=False, mode="reduce-overhead" if graphs else None)
 
@@ -867,32 +866,32 @@ class Engine:
         self.new.append(request)
 
     def call(self, name, requests):
-        """Make one of the three calls. Returns the requests, in the order of its results, and these. They are
-        to be read before the next call, which may use their memory."""
+        """Make one of the three calls. Returns the requests as sorted for it, and its results. These are to
+        be read before the next call, which may use their memory."""
         order = ["done", "slot"] if name == "block" else ["slot"]   # those that write first, and as rows lie
         requests = sorted(requests, key=attrgetter(*order))
         spare = [self.spare] * (self.slots + 1 - len(requests)) if self.compile else []
         cache = self.caches[name]
         lines, n_new = cache.extend(requests + spare)
-        plan = None
+        read = None
         if cache.kv and not (self.compile or self.h.is_cuda):
-            plan = plan_views([line[5:] for line in lines], next(iter(cache.kv.values())))
+            read = plan_views([line[5:] for line in lines], next(iter(cache.kv.values())))
         n_new = len(lines) if self.compile else n_new
-        return requests, self.calls[name](self.send([*zip(*lines)]), n_new, plan)
+        return requests, self.calls[name](self.send([*zip(*lines)]), n_new, read)
 
     def send(self, numbers):   # to the device, without waiting for it
         return torch.tensor(numbers, pin_memory=self.h.is_cuda).to(self.h.device, non_blocking=True)
 
-    def enter(self, *plan):   # new tokens through the first layer
-        here = Batch(self.caches["enter"], self.table, *plan)
+    def enter(self, *args):   # new tokens through the first layer
+        here = Batch(self.caches["enter"], self.table, *args)
         x = self.model.enter(here.token, here)                                             # (n, C)
         self.h.index_copy_(0, here.slot, x)
         if self.model.router:
             self.entered.index_copy_(0, here.slot, x)
             self.z[:, :-1].index_copy_(0, here.slot, self.model.router.enter(x, here))
 
-    def block(self, *plan):   # each token one recursion further; returns which of them leave, (n,)
-        here = Batch(self.caches["block"], self.table, *plan)
+    def block(self, *args):   # each token one recursion further; returns which of them leave, (n,)
+        here = Batch(self.caches["block"], self.table, *args)
         h = self.h.index_select(0, here.slot)                                              # (n, C)
         x = self.model.recursion(h, here, 0)   # of any, as all are the same layers
         if self.model.router:
@@ -902,8 +901,8 @@ class Engine:
         self.h.index_copy_(0, here.slot, x)
         return leaves
 
-    def head(self, *plan):   # logits (n, V) of the next tokens, and what the router has said, (n, n_rec + 1)
-        here = Batch(self.caches["head"], self.table, *plan)
+    def head(self, *args):   # logits (n, V) of the next tokens, and what the router has said, (n, n_rec + 1)
+        here = Batch(self.caches["head"], self.table, *args)
         h = self.h.index_select(0, here.slot)
         return self.model.head(h, here), self.z.index_select(0, here.slot)
 

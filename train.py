@@ -112,8 +112,8 @@ def make_optimizer(model, config):
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
 
 class Loss(nn.Module):
-    """The model in training, without its logits: for a result of compiled code that nobody uses, autograd
-    still makes a gradient as large, 6.5 GB for 16 rows of 360m."""
+    """The model in training, without its logits: even if nobody uses them, autograd makes a gradient for all
+    that compiled code returns, here 6.5 GB for 16 rows of 360m."""
     def __init__(self, model):
         super().__init__()
         self.model = model
@@ -248,7 +248,7 @@ def train(run, log):
             numbers.update(lm=lm, lr=lr_at(run.step - 1, tc), tokens_per_s=rate)
             if run.device.type == "cuda":
                 numbers.update(peak_gb=torch.cuda.max_memory_allocated() / 1e9,
-                               mfu=mfu(run.config, tc, rate / run.world))
+                               mfu=mfu(run.config, tc, rate / run.world, numbers["load"]))
             record(numbers, f"step {run.step}/{tc.max_steps} | loss {lm:.3f} | lr {numbers['lr']:.1e} | norm "
                    f"{numbers['norm']:.2f} | {rate / 1e3:.1f}k tok/s{pulse(numbers)} | "
                    f"eta {(tc.max_steps - run.step) / speed / 60:.1f}m")
@@ -307,11 +307,12 @@ def pulse(numbers):
 PEAK = {"NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H200": 989.4e12,
         "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA GeForce RTX 4090": 165.2e12}
 
-def mfu(config, tc, tokens_per_s):
+def mfu(config, tc, tokens_per_s, load):
     """Share of the GPU's peak in use, by flops_per_token (attention counts as its causal half) and twice that
-    backward; None if not known."""
+    backward, at this load; None if not known."""
     peak = PEAK.get(torch.cuda.get_device_name()) if tc.dtype == "bfloat16" else None
-    return peak and 3 * flops_per_token(config, config.block_size) * tokens_per_s / peak
+    share = [sum(load[r:]) for r in range(config.n_rec)]
+    return peak and 3 * flops_per_token(config, config.block_size, share=share) * tokens_per_s / peak
 
 # ---- Several processes -------------------------------------------------------------------------------------
 
@@ -370,7 +371,8 @@ CHANGEABLE = {"data_dir", "keep_shards", "out_dir", "resume", "max_steps", "flop
               "eval_interval", "eval_rows", "log_interval", "device", "compile"}
 
 def pick_device(name):
-    """The torch.device for an option; auto takes the best there is, and under torchrun each process a GPU."""
+    """The torch.device for an option; auto takes the best there is, and under torchrun each process a GPU.
+    On a GPU, sets the kernels that attention may take."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if name == "cuda" and "LOCAL_RANK" in os.environ:
@@ -384,9 +386,9 @@ def pick_device(name):
         raise ValueError(f"--device={name} cannot be used here ({reason}): try --device=cpu") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # Flash attention instead of cuDNN's, which spends 34 to 440 ms on each new length (token-choice and
-        # evaluation meet them all the time) and whose gradients were reported as NaN (pytorch 196678, with a
-        # mask, which we have not; cudnn-frontend 160). `bench.py gpu` compares both.
+        # Flash attention instead of cuDNN's, which spends 34 to 440 ms on each new length (prompts have any)
+        # and whose gradients were reported as NaN (pytorch 196678, with a mask, which we have not;
+        # cudnn-frontend 160). `bench.py gpu` compares both.
         torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
