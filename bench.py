@@ -208,10 +208,7 @@ def training(bench):
     settled = {name: train.settle({**base, **VARIANTS[name]}, None) for name in names}
     depths = sorted({config.effective_depth for config, _ in settled.values()})
     plain = {f"plain, {d} layers": train.settle({**base, "n_layer": d}, None) for d in depths}
-    source, variants = python_source.source("python", bench.data_dir), plain | settled
-    for name, (config, _) in variants.items():
-        require(config.vocab_size >= source.vocab_size,
-                f"vocab_size={config.vocab_size} must be at least {source.vocab_size} here")
+    source, variants = source_code(bench), plain | settled
     # Not all fit into the memory of a GPU: there it is one after the other, until eight minutes are over.
     gpu, until = device.type == "cuda", time.monotonic() + 480
     times, peak, load = {}, {}, {}
@@ -240,6 +237,12 @@ def training(bench):
         rows.append(row)
     table(f"A step: width {c.n_embd}, {tc.batch_size} x {T} tokens, {tc.dtype}, {device}", rows)
 
+def source_code(bench):
+    """Python's library, to train on."""
+    source, V = python_source.source("python", bench.data_dir), bench.size["vocab_size"]
+    require(V >= source.vocab_size, f"vocab_size={V} must be at least {source.vocab_size} here")
+    return source
+
 def started(name, config, tc, source):
     """A training run that is warm, and the seconds of its first step, which compiles."""
     run = train.Run(config, tc, source)
@@ -252,6 +255,14 @@ def started(name, config, tc, source):
     return run, warm
 
 # ---- generate ----------------------------------------------------------------------------------------------
+
+def untrained(**options):
+    """A model whose weights are so large that every layer shows in its tokens, which `checked` looks at."""
+    model = MoR(MoRConfig(**options))
+    for p in model.parameters():
+        if p.dim() > 1:
+            torch.nn.init.normal_(p, std=p.shape[1]**-0.5)
+    return model
 
 def ready(model, device):
     """The model as it generates here: in bfloat16 where that is fast, but for its router."""
@@ -290,21 +301,24 @@ def checked(engine):
     would write too, up to rounding, and at the same depth. ValueError if it is low."""
     model, right, usual = engine.model, [], engine.temperature
     slack = 1e-3 if model.wte.weight.dtype == torch.float32 else 2e-2   # in logits, and in probability
+    n, V = min(8, *engine.entries), model.config.vocab_size
     for engine.temperature in (0.0, 1.0):
-        texts = [engine.submit([i], 24, seed=i) for i in range(min(4, model.config.vocab_size))]
+        texts = [engine.submit([j % V for j in range(i, i + n)], 24, seed=i) for i in range(4)]
         list(engine.run())
         for seed, text in enumerate(texts):
             ids = torch.tensor(text.prompt + text.tokens, device=engine.h.device)
             with torch.inference_mode():
                 logits, _, routing = model(ids[None, :-1], causal=True)
-            stream, new = random.Random(seed), ids[1:]
+            logits, depth, new = logits[0, n - 1:], routing.depth[0, n - 1:], ids[n:]
+            stream = random.Random(seed)
+            u = torch.tensor([stream.random() for _ in text.tokens], device=ids.device)
             if engine.temperature:   # a number a bit lower, or higher, would draw this token or one beyond it
-                u = torch.tensor([stream.random() for _ in text.tokens], device=ids.device)
-                fine = (pick(logits[0], u - slack) <= new) & (new <= pick(logits[0], u + slack))
+                fine = (pick(logits, u - slack) <= new) & (new <= pick(logits, u + slack))
             else:
-                fine = logits[0].amax(dim=1) - logits[0].gather(1, new[:, None])[:, 0] < slack
-            right += (fine & (routing.depth[0] == torch.tensor(text.depths, device=ids.device))).tolist()
+                fine = logits.amax(dim=1) - logits.gather(1, new[:, None])[:, 0] < slack
+            right += (fine & (depth == torch.tensor(text.depths, device=ids.device))).tolist()
     engine.temperature = usual
+    engine.counts.clear()
     require(sum(right) >= 0.95 * len(right),
             f"of {len(right)} tokens, the forward without a cache would write only {sum(right)}")
     return sum(right) / len(right)
@@ -333,11 +347,11 @@ def contestants(bench, device):
         model = train.load_checkpoint(bench.out_dir)["model"]
         size, loaded[bench.out_dir] = {name: getattr(model.config, name) for name in SIZE}, model
     names += [] if bench.compile else ["MoR-3, expert, shared cache"]
-    models = {name: MoR(MoRConfig(**size, **VARIANTS[name], router_arch="random")) for name in names} | loaded
+    models = {name: untrained(**size, **VARIANTS[name], router_arch="random") for name in names} | loaded
     if not bench.compile:
-        models["recursive-3"] = MoR(MoRConfig(**size, **VARIANTS["recursive-3"]))
+        models["recursive-3"] = untrained(**size, **VARIANTS["recursive-3"])
     depths = sorted({model.config.effective_depth for model in models.values()})
-    plain = {f"plain, {d} layers": MoR(MoRConfig(**{**size, "n_rec": 1, "n_layer": d})) for d in depths}
+    plain = {f"plain, {d} layers": untrained(**{**size, "n_rec": 1, "n_layer": d}) for d in depths}
     return {name: ready(model, device) for name, model in (plain | models).items()}
 
 def generation(bench):
@@ -346,15 +360,15 @@ def generation(bench):
     torch.manual_seed(0)
     models, engines, kv = contestants(bench, device), {}, {}
     plain = {name: f"plain, {model.config.effective_depth} layers" for name, model in models.items()}
-    block_size = models["MoR-3, expert"].config.block_size
-    mean = max(1, 256 // (bench.quick or max(1, math.ceil(512 / block_size))))
+    # Room for texts of mean + 4 deviations, twice the mean; in pages thrice, as thirds are then whole pages.
+    c = models["MoR-3, expert"].config
+    times = 2 if page_size(models["MoR-3, expert"].wte.weight) == 1 else 3
+    mean = max(1, 256 // (bench.quick or max(1, math.ceil(256 * times / c.block_size))))
 
     def enter(name, slots):
-        """An engine with room for texts of mean + 4 deviations, which are twice the mean, at due depth; in
-        pages for three times the mean, as thirds of it are whole pages."""
-        c, room = models[name].config, (2 if page_size(models[name].wte.weight) == 1 else 3) * mean
-        entries = [math.ceil(room * share) for share in shares(c)] if c.cache == "recursion" else None
-        engine = Engine(models[name], slots, room, entries, compile=bench.compile)
+        c = models[name].config
+        entries = [math.ceil(times * mean * x) for x in shares(c)] if c.cache == "recursion" else None
+        engine = Engine(models[name], slots, times * mean, entries, compile=bench.compile)
         engines[name, slots] = engine, protocol(mean, slots)
         kv[name] = sum(x.nbytes / len(cache.used)
                        for cache in engine.caches.values() for x in cache.kv.values())
@@ -400,7 +414,7 @@ def growth(bench, device):
     new = 4 * (bench.rounds + 2) * each   # a text may get more than its due, and should not end
     size = dict(bench.size, block_size=max(GROWTH)[0] + new)
     pair = {"plain": (dict(n_rec=1), 1), "MoR-3": (VARIANTS["MoR-3, expert"] | dict(router_arch="random"), 2)}
-    models = {name: ready(MoR(MoRConfig(**size, **options)), device) for name, (options, _) in pair.items()}
+    models = {name: ready(untrained(**size, **options), device) for name, (options, _) in pair.items()}
     for context, slots in GROWTH[-1:] if bench.compile else GROWTH:
         # Not all at the same position: there random routing would have them go as deep as each other.
         turns, start = {}, max(1, context - new // 8 - min(slots, 32) // 2)
@@ -637,6 +651,7 @@ def attended(kernel, q, k, v, grad):
 def heads(bench, B, n):
     """Random q, k, v and gradient of the output, as in training, for B rows of n tokens."""
     c, device = MoRConfig(**bench.size), train.pick_device(bench.device)
+    require(n > 0, f"block_size={c.block_size} is too short to be measured here")
     return [torch.randn(B, h, n, c.head_dim, device=device).bfloat16()
             for h in (c.n_head, c.n_kv_head, c.n_kv_head, c.n_head)]
 
@@ -716,7 +731,7 @@ def gpu_settings(bench, **options):
     """MoRConfig, TrainConfig and data of a training in bfloat16 with bench's sizes."""
     base = dict(bench.size, model=bench.model, data="python", batch_size=bench.batch_size or 16,
                 batch_tokens=0, max_steps=10**6, dtype="bfloat16", compile=bench.compile, device=bench.device)
-    return *train.settle(base | options, None), python_source.source("python", bench.data_dir)
+    return *train.settle(base | options, None), source_code(bench)
 
 STEPS = {"MoR-3, expert": "169 ms (H200: 149), 194k tokens/s, MFU 0.4, 30 GB",
          "plain": "239 ms; MoR-3 takes 0.71 of it", "MoR-3, token": "at most 60 GB"}   # what is expected
@@ -747,7 +762,8 @@ def gpu_decode(bench):
     age, as in `generate`; at the long one, texts that are so long already."""
     device, T = train.pick_device(bench.device), bench.size["block_size"]
     short, new = min(256, T // 2), (bench.rounds + 1) * bench.passes
-    models = {name: ready(MoR(MoRConfig(**{**bench.size, "block_size": T + 32 + new}, **options)), device)
+    size = bench.size | {"block_size": max(T + 32 + new, 3 * short)}
+    models = {name: ready(untrained(**size, **options), device)
               for name, options in (("MoR-3", dict(n_rec=3, router_arch="random")), ("plain", dict(n_rec=1)))}
     c, plain = (model.config for model in models.values())
     if page_size(models["plain"].wte.weight) == 1:

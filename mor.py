@@ -372,7 +372,7 @@ class Rows:
         gqa = not (q.is_cuda and q.dtype == torch.float32)
         if not gqa:   # the only fused kernel for float32 on a GPU wants keys for each query head
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        causal = self.T > 1   # one new token sees all of past; where there are more, past is empty
+        causal = S > 1   # one new token sees all of past; where there are more, past is empty
         y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)      # (B, H, S, D)
         y = y.transpose(1, 2).flatten(0, 1)                                                # (B*S, H, D)
         return y if cell is None else y.index_select(0, cell)
@@ -1060,7 +1060,7 @@ def flops_per_token(config, T, paper=False, share=None):
         if c.cache == "recursion":
             total += c.n_shared * s * (layer + s * square)
         else:   # the paper counts the queries that there are; we compute all, see Rows.attend
-            total += c.n_shared * (s * (layer - kv * (r > 0)) + (s if paper else 1) * square)
+            total += c.n_shared * (s * (layer - kv * (r > 0)) + (s if paper else s > 0) * square)
     if paper:
         return total
     if c.routed:   # two for each weight of a router, and each token that it is asked about

@@ -551,8 +551,10 @@ def test_padded(mode, monkeypatch):
     assert [mor.padded(S, torch.device("cuda")) for S in (1, 128, 129)] == [128, 128, 256]
     for multiple in (1, 128):
         monkeypatch.setattr(mor, "padded", lambda S, device: math.ceil(S / multiple) * multiple)
-        logits, loss, _ = model(ids(3, 24), ids(3, 24), causal=True)
-        results.append([logits, *torch.autograd.grad(loss, model.parameters(), allow_unused=True)])
+        results.append([])
+        for shape in ((3, 24), (9, 1)):
+            logits, loss, _ = model(ids(*shape), ids(*shape), causal=True)
+            results[-1] += [logits, *torch.autograd.grad(loss, model.parameters(), allow_unused=True)]
     for a, b in zip(*results):
         assert (a is None) == (b is None)
         if a is not None:
@@ -1759,15 +1761,29 @@ def test_bench_generate(small, monkeypatch, capsys):
     for row in rows[:-2]:
         layers, mine = 10 if row["model"] == "MoR-4, expert" else 8, row["KV MB"]
         memory = plain[f"plain, {layers} layers"]["KV MB"]
-        assert row["same as uncached"] == 1 and row["layers / plain"] <= 1
+        assert row["same as uncached"] > 0.97 and row["layers / plain"] <= 1
         if row["slots"] > 4 and "MoR" in row["model"]:   # as much memory: not one slot more would fit
             assert memory - mine / row["slots"] < mine <= memory
     assert any(row["model"] == "MoR-3, expert, shared cache" and row["slots"] == 8 for row in rows)   # of 4
     assert rows[0]["speed / plain, 4 slots"] == rows[0]["/ plain, as many"] == "1.00 [1.00 1.00]"
-    right = bench.pick
-    for wrong in (lambda *args: right(*args).clamp(max=7), lambda logits, *args: logits.argmin(dim=1)):
-        monkeypatch.setattr(mor, "pick", wrong)   # the engine's
-        assert "would write only" in refusal(bench.main, options, capsys)
+
+def test_bench_checked(monkeypatch):
+    """An engine that draws, or takes, wrong tokens is noticed, and one that is only deeper than it should be:
+    here layers add nothing, so that depth shows in no token."""
+    model, right = build().float(), mor.pick
+    assert bench.checked(Engine(model, 3)) == 1
+    for wrong in (True, False):
+        monkeypatch.setattr(mor, "pick", lambda logits, u, temperature, top_k: (
+            right(logits, u, temperature, top_k) + (wrong == bool(temperature))) % 96)
+        with pytest.raises(ValueError, match="would write only"):
+            bench.checked(Engine(model, 3))
+    monkeypatch.setattr(mor, "pick", right)
+    with torch.no_grad():
+        for block in [*model.first, *model.shared, *model.last]:
+            block.attn.o_proj.weight.zero_(), block.mlp.down_proj.weight.zero_()
+    assert bench.checked(Engine(model, 3)) == 1
+    with pytest.raises(ValueError, match="would write only"):
+        bench.checked(Engine(model, 3, max_depth=1))
 
 def test_bench_gpu(tmp_path, monkeypatch, capfd):
     """Its parts, at toy sizes on a CPU. One that fails, or takes too long, does not take the others along."""
@@ -1789,8 +1805,8 @@ def test_bench_gpu(tmp_path, monkeypatch, capfd):
     assert measure("gpu_precision")[0]["greatest gap of 20"] < 0.02
     attended = bench.attended
     monkeypatch.setattr(bench, "attended", lambda kernel, *args: [
-        y / (1 if kernel != bench.KERNELS["flash"] or y is not ys[2] else y - y)
-        for ys in [attended(kernel, *args)] for y in ys])   # dk alone is not finite
+        y * (math.nan if kernel == bench.KERNELS["flash"] and i == 2 else 1)   # dk alone is not finite
+        for i, y in enumerate(attended(kernel, *args))])
     assert "not what it should be: flash" in refusal(bench.main, ["gpu_kernels", *argv], capfd)
     parts = {"look": (None, 60), "cost": (None, 0.1), "gpu_kernels": (None, 60)}
     assert bench.in_turn(bench.BenchConfig(**toy), parts) == 1
