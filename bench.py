@@ -362,7 +362,7 @@ def generation(bench):
     plain = {name: f"plain, {model.config.effective_depth} layers" for name, model in models.items()}
     # Room for texts of mean + 4 deviations, twice the mean; in pages thrice, as thirds are then whole pages.
     c = models["MoR-3, expert"].config
-    times = 2 if page_size(models["MoR-3, expert"].wte.weight) == 1 else 3
+    times = 2 if page_size(models["MoR-3, expert"].wte.weight, c.head_dim) == 1 else 3
     mean = max(1, 256 // (bench.quick or max(1, math.ceil(256 * times / c.block_size))))
 
     def enter(name, slots):
@@ -742,7 +742,9 @@ def gpu_train(bench, names=("MoR-3, expert", "plain")):
         config, tc, source = gpu_settings(bench, **VARIANTS[name])
         run, warm = started(name, config, tc, source)
         took = statistics.median(seconds(run.device, run.train_step) for _ in range(10))
-        load = run.train_step()["load"].tolist()
+        numbers = run.train_step()
+        require(numbers["lm"].isfinite() and numbers["norm"].isfinite(), f"{name}: loss {numbers['lm']}")
+        load = numbers["load"].tolist()
         share = [sum(load[r:]) for r in range(config.n_rec)]
         gpu, speed = run.device.type == "cuda", tc.batch_tokens / took
         peak = torch.cuda.max_memory_allocated() / 1e9 if gpu else ""
@@ -766,20 +768,23 @@ def gpu_decode(bench):
     models = {name: ready(untrained(**size, **options), device)
               for name, options in (("MoR-3", dict(n_rec=3, router_arch="random")), ("plain", dict(n_rec=1)))}
     c, plain = (model.config for model in models.values())
-    if page_size(models["plain"].wte.weight) == 1:
+    if page_size(models["plain"].wte.weight, c.head_dim) == 1:
         print(f"note: {device}, torch {torch.__version__}: no attention over pages, entries are copied")
 
     def measure(name, how, context, slots, entries):
         room = 3 * short if context == short else T + 32 + new   # thirds of it are whole pages
         long = (([0] * (T + i % 32), new, i) for i in count())
         texts = protocol(short, slots) if context == short else long
+        gc.collect()   # an engine holds itself
         engine = Engine(models[name], slots, room, entries, compile=how != "eager", graphs=how == "graphs")
-        first = seconds(device, partial(serve, engine, texts, 8))
-        warm_up(engine, texts, slots * short if context == short else 0)
+        right = []
+        first = seconds(device, lambda: right.append(checked(engine)))
+        warm_up(engine, texts, slots * short if context == short else 1)
         turn = partial(seconds, device, partial(serve, engine, texts, bench.passes))
         took, n = statistics.median(turn() for _ in range(bench.rounds)) / bench.passes, engine.counts
-        return {"model": name, "how": how, "context": context, "slots": slots, "first 8 passes, s": first,
-                "ms a pass": 1e3 * took, "tokens/s": f"{n['tokens'] / n['block_calls'] / took:,.0f}",
+        return {"model": name, "how": how, "context": context, "slots": slots, "first tokens, s": first,
+                "same as uncached": right[0], "ms a pass": 1e3 * took,
+                "tokens/s": f"{n['tokens'] / n['block_calls'] / took:,.0f}",
                 "mean depth": n["depth"] / n["tokens"], "expected tokens/s": DECODE[how]}
     cases = [(name, how, context, bench.slots, None) for how, context in (
         ("graphs", T), ("graphs", short), ("eager", T), ("eager", short), ("compiled", T)) for name in models]
@@ -797,15 +802,15 @@ def gpu_precision(bench):
         run = train.Run(config, tc, source)
         torch.set_float32_matmul_precision("highest")   # no TF32 in what is compared with
         losses[tc.dtype] = [run.train_step()["lm"].item() for _ in range(20)]
-    gap = max(abs(a - b) for a, b in zip(*losses.values()))
+    gaps = [abs(a - b) for a, b in zip(*losses.values())]
     table("The same training in two precisions", [
         {"step": s, **{f"loss, {dtype}": values[s - 1] for dtype, values in losses.items()},
-         "greatest gap of 20": gap, "expected": "below 0.02"} for s in (1, 10, 20)])
-    require(gap < 0.02, f"losses in bfloat16 and float32 differ by {gap:.3f}")
+         "gap": gaps[s - 1], "expected": "below 0.02"} for s in (1, 10, 20)])
+    require(all(gap < 0.02 for gap in gaps), f"losses in two precisions differ: {gaps}")   # or are NaN
 
 # Parts of `gpu`, and seconds that each may take.
-GPU = {"gpu_kernels": (gpu_kernels, 45), "gpu_shapes": (gpu_shapes, 45), "gpu_train": (gpu_train, 190),
-       "gpu_decode": (gpu_decode, 190), "gpu_token": (partial(gpu_train, names=["MoR-3, token"]), 50),
+GPU = {"gpu_kernels": (gpu_kernels, 45), "gpu_shapes": (gpu_shapes, 45), "gpu_train": (gpu_train, 170),
+       "gpu_decode": (gpu_decode, 210), "gpu_token": (partial(gpu_train, names=["MoR-3, token"]), 50),
        "gpu_precision": (gpu_precision, 60)}
 
 def gpu(bench):

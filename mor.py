@@ -682,7 +682,7 @@ class Cache:
     room[r]: entries that row r can hold; step[r]: from one row to the next, in whole pages.
     used[slot][r]: entries that it holds."""
     def __init__(self, slots, config, like, layers, room):
-        page = page_size(like)
+        self.page = page = page_size(like, config.head_dim)
         self.room = room
         self.step = [math.ceil(n / page) * page for n in room]
         self.base = [slots * sum(self.step[:r]) for r in range(len(room))]   # where rows of recursion r begin
@@ -739,7 +739,7 @@ class Batch:
         self.rope = table.index_select(0, self.position).unbind(1)                         # (n, 1, D) each
         if cache.kv and read is None:   # compiled, or on a GPU: the same shapes whatever the lengths
             kv = next(iter(cache.kv.values()))
-            plan = plan_pages if page_size(kv) > 1 else plan_copies
+            plan = partial(plan_pages, cache.page) if cache.page > 1 else plan_copies
             self.read = plan(start, length, padded(max(cache.step), kv.device), kv)
 
     def writers(self, layer):   # as in Rows
@@ -789,8 +789,8 @@ class Engine:
         self.h = w.new_zeros(n, c.n_embd)   # residual stream of each slot's newest token
         self.entered = w.new_zeros(n, c.n_embd)   # the same after the first layer
         self.z = F.pad(self.model.no_logits(n), (0, 1))   # what the router has said of it, and a spare column
-        position = torch.arange(self.max_len, device=w.device)
-        self.table = torch.stack(rope(position, c.head_dim, self.model.wide), dim=1)   # (max_len, 2, 1, D)
+        position = torch.arange(c.block_size, device=w.device)
+        self.table = torch.stack(rope(position, c.head_dim, self.model.wide), dim=1)   # (block_size, 2, 1, D)
         new_cache = partial(Cache, n, c, w)
         self.caches = dict(enter=new_cache(["first"][:c.n_unshared], [self.max_len]),
                            block=new_cache(range(c.n_shared), self.entries),
@@ -1010,16 +1010,16 @@ def read_copies(place, mask, q, kv):
     k, v = F.embedding(place, kv.as_strided((kv.numel() // D, D), (D, 1)))   # (n, G, longest, D) each
     return grouped(q, k, v, mask)
 
-def page_size(like):
-    """256, the least that flash attention takes, where it can read rows page by page: on a GPU, in half
-    precision, with torch 2.13 (2.11 cannot). Else 1."""
-    half = like.dtype in (torch.bfloat16, torch.float16)
-    return 256 if like.is_cuda and half and "block_table" in inspect.signature(varlen_attn).parameters else 1
+def page_size(like, D):
+    """256, the least that flash attention takes, where it can read rows page by page: on a GPU of 2020 or
+    later, in half precision, with torch 2.13 (2.11 cannot). Else 1."""
+    able = like.is_cuda and torch.cuda.get_device_capability(like.device) >= (8, 0)
+    able &= like.dtype in (torch.bfloat16, torch.float16) and D % 8 == 0 and D <= 256
+    return 256 if able and "block_table" in inspect.signature(varlen_attn).parameters else 1
 
-def plan_pages(start, length, longest, kv):
+def plan_pages(page, start, length, longest, kv):
     """On a GPU: n sequences of one query and at most `longest` keys, which lie in the pages of a table
     (n, longest / page). Flash attention reads the first `length` keys where they lie, and no other."""
-    page = page_size(kv)
     table = start[:, None] // page + torch.arange(longest // page, device=kv.device)
     cu = torch.arange(len(start) + 1, device=kv.device, dtype=torch.int32)   # where sequences begin
     # One split: with more, a text would depend on its neighbours, and be wrong (pytorch 194167).

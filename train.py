@@ -129,7 +129,7 @@ class Run:
         self.device = pick_device(tc.device)
         self.rank, self.world = init_distributed(self.device)
         self.grad_accum = tc.grad_accum(config.block_size, self.world)
-        # TF32 on a GPU. In a bfloat16 run only the router is float32: exact, as it will be in generation.
+        # TF32 on a GPU, but in a bfloat16 run, where only the router would use it, unlike in generation.
         torch.set_float32_matmul_precision("high" if tc.dtype == "float32" else "highest")
         warnings.filterwarnings("ignore", "TensorFloat32")   # which the compiler recommends
         torch.manual_seed(tc.seed)
@@ -390,6 +390,7 @@ def pick_device(name):
         # and whose gradients were reported as NaN (pytorch 196678, with a mask, which we have not;
         # cudnn-frontend 160). `bench.py gpu` compares both.
         torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.compiler.config.cache_key_tag = "no cuDNN"   # the compiler's cache does not look at that
     return device
 
 def machine(device):
