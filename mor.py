@@ -372,7 +372,8 @@ class Rows:
         gqa = not (q.is_cuda and q.dtype == torch.float32)
         if not gqa:   # the only fused kernel for float32 on a GPU wants keys for each query head
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        causal = S > 1   # one new token sees all of past; where there are more, past is empty
+        # One new token sees all of past. Where there are more, or rows are padded, past is empty.
+        causal = self.T > 1 or self.cell is not None
         y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)      # (B, H, S, D)
         y = y.transpose(1, 2).flatten(0, 1)                                                # (B*S, H, D)
         return y if cell is None else y.index_select(0, cell)
