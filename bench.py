@@ -300,7 +300,7 @@ def checked(engine):
     """Share of tokens in short texts, of likeliest and of drawn tokens, that the forward without a cache
     would write too, up to rounding, and at the same depth. ValueError if it is low."""
     model, right, usual = engine.model, [], engine.temperature
-    slack = 1e-3 if model.wte.weight.dtype == torch.float32 else 2e-2   # in logits, and in probability
+    slack = 1e-3 if model.wte.weight.dtype == torch.float32 else 4e-2   # in logits, and in probability
     n, V = min(8, *engine.entries), model.config.vocab_size
     for engine.temperature in (0.0, 1.0):
         texts = [engine.submit([j % V for j in range(i, i + n)], 24, seed=i) for i in range(4)]
