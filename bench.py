@@ -354,6 +354,9 @@ def contestants(bench, device):
     plain = {f"plain, {d} layers": untrained(**{**size, "n_rec": 1, "n_layer": d}) for d in depths}
     return {name: ready(model, device) for name, model in (plain | models).items()}
 
+def kv_of_slot(engine):   # bytes
+    return sum(kv.nbytes / len(cache.used) for cache in engine.caches.values() for kv in cache.kv.values())
+
 def generation(bench):
     """Tokens a second of the engine: with as many slots as `plain`, and as much room for keys and values."""
     device = train.pick_device(bench.device)
@@ -370,8 +373,7 @@ def generation(bench):
         entries = [math.ceil(times * mean * x) for x in shares(c)] if c.cache == "recursion" else None
         engine = Engine(models[name], slots, times * mean, entries, compile=bench.compile)
         engines[name, slots] = engine, protocol(mean, slots)
-        kv[name] = sum(x.nbytes / len(cache.used)
-                       for cache in engine.caches.values() for x in cache.kv.values())
+        kv[name] = kv_of_slot(engine)
     for name in models:
         enter(name, bench.slots)
     for name in models:
