@@ -1795,7 +1795,9 @@ def test_bench_gpu(tmp_path, monkeypatch, capfd):
     kernels = [row for row in measure("gpu_kernels") if row["kernel"] == "flash"]
     assert [row["tokens"] for row in kernels] == [32, 32, 21, 21, 10, 10]
     assert [row["queries to 32 keys"] for row in measure("gpu_shapes")[2:]] == [21, 10]
-    assert [row["model"] for row in measure("gpu_train")] == ["MoR-3, expert", "plain"]
+    mor3, plain = measure("gpu_train")
+    assert (mor3["model"], plain["model"]) == ("MoR-3, expert", "plain")
+    assert 0.6 < plain["FLOPs"] < mor3["FLOPs"] == 1
     assert [row["model"] for row in measure("gpu_token")] == ["MoR-3, token"]
     monkeypatch.setattr(torch, "compile", lambda call, **options: call)
     rows = measure("gpu_decode")
