@@ -759,7 +759,7 @@ def gpu_train(bench, names=("MoR-3, expert", "plain")):
         return {"model": name, "compiled": tc.compile, "first step, s": warm, "ms": 1e3 * took,
                 "tokens/s": f"{speed:,.0f}", "MFU": train.mfu(config, tc, speed, load) if gpu else "",
                 "peak GB": peak, "GFLOPs a token": cost / 1e9, "mean depth": sum(share),
-                "time of the first / this": first[0] / took, "FLOPs": first[1] / cost, "expected": STEPS[name]}
+                "time, first / this": first[0] / took, "FLOPs": first[1] / cost, "expected": STEPS[name]}
     table(f"A step of {bench.batch_size or 16} x {bench.size['block_size']} tokens", map(measure, names))
 
 DECODE = {"eager": "3-4k", "compiled": "6-7k", "graphs": "10-11k"}   # tokens/s of MoR-3 expected at 32 slots
