@@ -12,12 +12,18 @@
 Variants take turns, so that a slow minute of the machine is slow for all of them. A ratio is the median over
 the turns, with the least and the greatest in brackets. Output: Markdown tables, and a JSON line for each row.
 """
+from data import system   # first of all, see there
+
+if __name__ == "__main__":
+    system.prepare()
+
 import gc
 import json
 import math
 import os
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -62,8 +68,8 @@ class BenchConfig:
     max_steps: int = 1000  # quality: steps of each training
     seeds: int = 2  # quality: trainings of each model
     eval_rows: int = 800  # quality, look: rows of validation text
-    out_dir: str = ""  # look, generate: a trained checkpoint; quality: where to train, out_study if empty
-    data_dir: str = "data"  # where token files are built
+    out_dir: train.path = ""  # look, generate: a checkpoint; quality: where to train, out_study if empty
+    data_dir: train.path = "data"  # where token files are built
     device: str = "auto"  # cpu, cuda, mps; auto: the best there is
     compile: bool = False  # torch.compile train's steps and generate's calls; true on an NVIDIA GPU
     vocab_size: int = 0  # this and the following: sizes, see train.py
@@ -92,7 +98,7 @@ def seconds(device, f, n=1):
 def race(turns, rounds, name):
     """What functions return, by name, over rounds in which each has its turn."""
     values = {key: [] for key in turns}
-    for _ in tqdm(range(rounds), name):
+    for _ in tqdm(range(rounds), name, disable=None):   # no bar off a terminal
         for key, turn in turns.items():
             values[key].append(turn())
     return values
@@ -133,7 +139,7 @@ def cost(bench):
     million = lambda number: f"{number / 1e6:,.1f}M"
     unrolled = {d: million(n_params(replace(plain, n_layer=d), embedding=False))
                 for d in {c.effective_depth for c in configs.values()}}
-    for name, c in tqdm(configs.items(), "cost"):
+    for name, c in tqdm(configs.items(), "cost", disable=None):
         paper, every, kv = flops_per_token(c, T, paper=True), flops_per_token(c, T), kv_bytes_per_token(c)
         share, kept, read = count_kv(c)
         row = {"model": name,
@@ -452,9 +458,9 @@ def study(bench):
             | {f"{name}, lower rate": f"{runs[name]} {steps} {rate}"
                for name in ("plain", "recursive, middle_cycle", "MoR, expert", "MoR, token", "MoR, random")})
 
-def trained(argv, out, threads):
+def trained(argv, out, threads, at_work):
     """Have `python train.py argv` fill the folder out: from the start, from where it stopped, or not at all
-    if it is complete. Returns settings and last evaluation."""
+    if it is complete. Returns settings and last evaluation. The process is added to the list at_work."""
     log, argv = out / "log.jsonl", [*argv, f"--out_dir={out}"]
     lines = log.read_text().splitlines() if log.exists() else []
     require(not lines or json.loads(lines[0])["argv"] == argv,
@@ -462,9 +468,11 @@ def trained(argv, out, threads):
     ends = lines and "val_causal" in lines[-1] and json.loads(lines[-1])["step"]
     if not lines or ends != json.loads(lines[0])["max_steps"]:
         resume = [f"--resume={out}"] if (out / "ckpt.pt").exists() else []
-        run = subprocess.run([sys.executable, train.__file__, *argv, *resume], capture_output=True, text=True,
-                             env={**os.environ, "OMP_NUM_THREADS": threads})
-        last = run.stderr.strip().rpartition("\n")[2]
+        run = subprocess.Popen([sys.executable, train.__file__, *argv, *resume], text=True,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                               env={**os.environ, "OMP_NUM_THREADS": threads})
+        at_work.append(run)
+        last = run.communicate()[1].strip().rpartition("\n")[2]
         require(run.returncode == 0, f"train.py {' '.join(argv)} ended with: {last}")
         lines = log.read_text().splitlines()
     return json.loads(lines[0]), json.loads(lines[-1])
@@ -473,13 +481,17 @@ def train_all(argvs, device):
     """Results of all trainings, by key. On a CPU each has one core: tiny models gain little from a second."""
     workers = torch.get_num_threads() if device.type == "cpu" else 1
     threads = "1" if workers > 1 else str(torch.get_num_threads())
+    at_work = []
     with ThreadPoolExecutor(workers) as pool:
-        jobs = {key: pool.submit(trained, *job, threads) for key, job in argvs.items()}
+        jobs = {key: pool.submit(trained, *job, threads, at_work) for key, job in argvs.items()}
         try:
-            for job in tqdm(as_completed(jobs.values()), "quality", len(jobs)):
-                job.result()
+            for job in tqdm(as_completed(jobs.values()), "quality", len(jobs), disable=None):
+                settings, last = job.result()
+                tqdm.write(f"{settings['out_dir']}: causal loss {last['val_causal']:.4f}", file=sys.stderr)
         except BaseException:   # those at work save what they have
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+            for run in at_work:
+                run.terminate()
             raise
     return {key: job.result() for key, job in jobs.items()}
 
@@ -850,6 +862,7 @@ def main(argv):
     given = train.parse(argv, __doc__, BenchConfig)
     auto = train.machine(train.pick_device(given.get("device", "auto")))[0]
     given.setdefault("compile", auto.get("compile", False))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)   # as Ctrl-C: no child is left alone
     torch._dynamo.config.recompile_limit = 64   # to it all variants are one function; its limit is 8
     if part:
         model = {"cost": "360m", "quality": "tiny"}.get(part, auto.get("model", "tiny"))

@@ -42,18 +42,20 @@ def require(fine, message):   # message: one sentence that names the value and w
     if not fine:
         raise ValueError(message)
 
-def check_fields(config, **least):
+def check_fields(config, most={}, **least):
     """ValueError for a field of a dataclass with an unknown choice or an unfit number. The default always
-    passes; the least is `least[name]`, or else 1 for an int and 0 for a float."""
+    passes; the least is `least[name]`, or else 1 for an int and 0 for a float; the most, if any, most[name].
+    """
     for f in fields(config):
         value = getattr(config, f.name)
         if get_origin(f.type) is Literal:
             choices = get_args(f.type)
             require(value in choices, f"{f.name}={value!r} is unknown: choose from {str(choices)[1:-1]}")
         elif f.type in (int, float) and value != f.default:
-            low = least.get(f.name, int(f.type is int))
-            number = isinstance(value, (int, f.type)) and low <= value < math.inf
-            also = "" if f.default is None or f.default >= low else f", or {f.default}"
+            low, high = least.get(f.name, int(f.type is int)), most.get(f.name, math.inf)
+            number = isinstance(value, (int, f.type)) and low <= value <= high and value < math.inf
+            also = f", at most {high}" if f.name in most else ""
+            also += "" if f.default is None or f.default >= low else f", or {f.default}"
             require(number, f"{f.name}={value!r} must be {f.type.__name__}, at least {low}{also}")
 
 @dataclass
@@ -81,7 +83,8 @@ class MoRConfig:
     z_coef: float = -1.0  # weight of the z-loss on router logits; -1: the paper's, expert 0 and token 1e-5
 
     def __post_init__(self):
-        check_fields(self)
+        coefs = ("alpha", "aux_coef", "balance_coef", "balance_rate", "z_coef")
+        check_fields(self, most=dict(n_layer=1000, n_rec=64, **dict.fromkeys(coefs, 1000)))
         self.head_dim = self.n_embd // self.n_head
         self.routed = self.n_rec > 1 and self.router != "none"   # whether there is anything to decide
         self.cyclic = "cycle" in self.sharing   # whether a recursion is the same layers every time
@@ -881,7 +884,9 @@ class Engine:
         return requests, self.calls[name](self.send([*zip(*lines)]), n_new, read)
 
     def send(self, numbers):   # to the device, without waiting for it
-        return torch.tensor(numbers, pin_memory=self.h.is_cuda).to(self.h.device, non_blocking=True)
+        # Elsewhere, a copy that nobody waits for may read a temporary that is no more (pytorch 189690).
+        cuda = self.h.is_cuda
+        return torch.tensor(numbers, pin_memory=cuda).to(self.h.device, non_blocking=cuda)
 
     def enter(self, *args):   # new tokens through the first layer
         here = Batch(self.caches["enter"], self.table, *args)

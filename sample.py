@@ -6,12 +6,20 @@
     python sample.py --svg=sample.svg                      also as a picture
     python sample.py --max_depth=1                         with one recursion for each token
 """
+from data import system   # first of all, see there
+
+if __name__ == "__main__":
+    system.prepare()
+
 import codecs
 import html
+import io
 import os
 import sys
 import time
+import unicodedata
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -20,13 +28,14 @@ from typing import Literal
 import torch
 
 from data import fineweb_edu, python_source
+from data.system import mute, replacing
 from mor import Engine, check_fields, require
-from train import guarded, load_checkpoint, parse, pick_device
+from train import guarded, load_checkpoint, parse, path, pick_device
 
 @dataclass
 class SampleConfig:
     """What to write, and how."""
-    out_dir: str = "out"  # folder of the checkpoint, or the checkpoint itself
+    out_dir: path = "out"  # folder of the checkpoint, or the checkpoint itself
     prompt: str = ""  # text to go on from; empty: the beginning of a file or document
     max_new_tokens: int = 500  # tokens to write; when block_size is full, its last half is the new beginning
     num_samples: int = 1  # texts to write
@@ -36,8 +45,8 @@ class SampleConfig:
     seed: int = 1337  # of the first text; each further one adds 1
     max_depth: int = 0  # recursions a token can take at most; 0: all of the model's
     threshold: float = 0.5  # expert-choice: a token goes deeper while its router says more than this
-    html: str = ""  # file to write a page to: the text in colours, with what the router said of each token
-    svg: str = ""  # file to write a picture to: the text in colours
+    html: path = ""  # file to write a page to: the text in colours, with what the router said of each token
+    svg: path = ""  # file to write a picture to: the text in colours
     color: Literal["auto", "always", "never"] = "auto"  # without colour, a line of depths below each line
     device: str = "auto"  # cpu, cuda, mps; auto: the best there is
 
@@ -83,7 +92,8 @@ class Printer:
     BACKGROUND = [153, 216, 210, 177]   # among 256 terminal colours, for depth 2, 3, 4, 5, and again
 
     def __init__(self, color):
-        terminal = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        terminal = sys.stdout.isatty() and not plain
         self.color, self.depths = terminal if color == "auto" else color == "always", ""
 
     def paint(self, text, depth):
@@ -92,7 +102,8 @@ class Printer:
 
     def __call__(self, text, depth):
         for char in text:
-            self.depths += "\t" if char == "\t" else str(depth % 10) if depth else " "
+            digit = str(depth % 10) if depth else " "
+            self.depths += "\t" if char == "\t" else digit.ljust(columns(char)) if columns(char) else ""
             if char == "\n":
                 self.end_line()
             else:
@@ -104,15 +115,25 @@ class Printer:
             print(self.depths)
         self.depths = ""
 
+def columns(char):
+    """How many places of a line a character takes: two in East Asian scripts, none for a combining one."""
+    if unicodedata.category(char) in ("Mn", "Me", "Cf"):
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
+
+def harmless(char):
+    """The character itself, but for those that steer a terminal, turn the direction of text, or are none."""
+    steers = unicodedata.category(char) in ("Cc", "Cn", "Cs") and char not in "\t\n"
+    turns = unicodedata.bidirectional(char) in ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
+    return "\N{REPLACEMENT CHARACTER}" if steers or turns else char
+
 def spelled(prompt, sample, decode):
     """Yield (text, depth, logits) for each token of a prompt, whose depth is 0, and of a sample, as it comes.
-    A character may need several tokens, and comes with the last. Control characters, which could steer a
-    terminal, are replaced."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    A character, and the end of a line on Windows, may need several tokens, and comes with the last."""
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
     for token, depth, logits in chain(((token, 0, []) for token in prompt), sample, [(None, 0, [])]):
         text = decoder.decode(b"" if token is None else decode([token]), final=token is None)
-        yield ("".join(char if char.isprintable() or char in "\t\n" else "\N{REPLACEMENT CHARACTER}"
-                       for char in text), depth, logits)
+        yield "".join(map(harmless, text)), depth, logits
 
 def legend(samples, n_rec):
     """(text, depth) of each piece of the line that explains the colours."""
@@ -170,20 +191,23 @@ WIDTH, HEIGHT, COLUMNS = 8, 18, 96   # of a character, in pixels; characters in 
 
 def picture(config, prompt, samples, decode):
     """The same as an SVG, in which every character has its place, whatever the font."""
-    pieces, lines, svg = [], [[]], ""
+    pieces, lines, used, svg = [], [[]], 0, ""
     for sample in samples:
         pieces += [*spelled(prompt, sample, decode), ("\n\n", 0, [])]
     for text, depth, *_ in pieces + legend(samples, config.n_rec):
         for char in text.expandtabs(4):
-            if char == "\n" or len(lines[-1]) == COLUMNS:
+            if char == "\n" or used + columns(char) > COLUMNS:
                 lines.append([])
+                used = 0
             if char != "\n":
-                lines[-1].append((depth, char))
+                joins = lines[-1] and not columns(char)   # the character before, whatever its own depth
+                lines[-1].append((lines[-1][-1][0] if joins else depth, char))
+                used += columns(char)
     for y, line in enumerate(lines):
         x = WIDTH
         for depth, run in groupby(line, key=itemgetter(0)):
             text = "".join(char for _, char in run)
-            place, width = f'x="{x}" y="{HEIGHT * y + 8}"', WIDTH * len(text)
+            place, width = f'x="{x}" y="{HEIGHT * y + 8}"', WIDTH * sum(map(columns, text))
             svg += (f'<rect {place} width="{width}" height="{HEIGHT}" fill="#ff8c00" fill-opacity="'
                     f'{opacity(depth, config.n_rec)}"/><text {place} dy="13" textLength="{width}" '
                     f'class="d{depth}">{html.escape(text)}</text>\n')
@@ -202,8 +226,9 @@ def main(argv):
     engine = Engine(model, min(config.slots, config.num_samples), temperature=config.temperature,
                     top_k=config.top_k, max_depth=config.max_depth or None, threshold=config.threshold,
                     stop=text.EOF, vocab_size=text.VOCAB_SIZE)
-    for path in filter(None, (config.html, config.svg)):
-        open(path, "a").close()   # a name that cannot be written is refused before the work
+    for file in filter(None, (config.html, config.svg)):   # refused before the work
+        require(os.access(Path(file).parent, os.W_OK) and not Path(file).is_dir(),
+                f"{file} cannot be written: name a file in a folder that you may write to")
     samples, code = [[] for _ in range(config.num_samples)], 0
     events, printer = texts(engine, prompt, config, samples), Printer(config.color)
     clock = time.perf_counter()
@@ -218,18 +243,19 @@ def main(argv):
     except KeyboardInterrupt:   # enough: sum up what is there
         printer.end_line()
         code = 130
+    except BrokenPipeError:   # nobody reads on; the page is written
+        mute("stdout")
+        code = 141
     seconds = time.perf_counter() - clock
     print("".join(printer.paint(piece, depth) for piece, depth in legend(samples, model.config.n_rec)))
     summary = (f"{engine.counts['block_calls']} calls of the shared block, {engine.counts['head_calls']} of "
                f"the head, {engine.counts['tokens'] / max(seconds, 1e-9):.0f} tokens/s")
     print(summary)
-    if config.html:
-        content = page(model.config, prompt, samples, summary, text.decode)
-        Path(config.html).write_text(content, encoding="utf-8")
-    if config.svg:
-        Path(config.svg).write_text(picture(model.config, prompt, samples, text.decode), encoding="utf-8")
-    for path in filter(None, (config.html, config.svg)):
-        print(f"wrote {path}")
+    for file, content in ((config.html, partial(page, summary=summary)), (config.svg, picture)):
+        if file:
+            with replacing(file) as f:
+                f.write(content(model.config, prompt, samples, decode=text.decode).encode())
+            print(f"wrote {file}")
     return code
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Sections follow the files: the model (mor.py), then train.py, data/ and sample.p
 golden values computed with the authors' released code, an oracle below that loops over tokens in plain
 Python, and closed forms.
 """
+import ast
 import gzip
 import html
 import json
@@ -11,6 +12,7 @@ import math
 import os
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,6 +24,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")   # see system.prepare
 
 import numpy as np
 import pytest
@@ -35,6 +39,7 @@ import sample
 import train
 from data import fineweb_edu, python_source
 from data.shards import HEADER, Reader, read_tokens, val_batches, write_tokens
+from data.system import lock
 from mor import (Engine, MoR, MoRConfig, PRESETS, Score, flops_per_token, generate, kv_bytes_per_token,
                  kv_reads_per_token, n_params, pick, write)
 
@@ -1100,10 +1105,10 @@ def test_killed_while_saving(go):
             train.save_checkpoint(Path("out/ckpt.pt"), {**state, "step": 6})
         finally:
             os._exit(1)
-    assert os.waitpid(child, 0)[1] == 9 and Path("out/ckpt.tmp").stat().st_size == 1000
+    assert os.waitpid(child, 0)[1] == 9 and Path("out/ckpt.pt.tmp").stat().st_size == 1000
     assert same(before, weights("out/ckpt.pt"))
     go("--resume=out", "--max_steps=7")
-    assert torch.load("out/ckpt.pt", weights_only=True)["step"] == 7
+    assert torch.load("out/ckpt.pt", weights_only=True)["step"] == 7 and not list(Path("out").glob("*.tmp"))
 
 def test_accumulation(go):
     """One batch of 8 and four of 2 make the same step, the auxiliary loss included."""
@@ -1220,7 +1225,7 @@ def shard_files(folder, lengths):
     for i, n in enumerate(lengths):
         write_tokens(folder / f"{i}.bin", [np.arange(start, start + n, dtype=np.uint16)])
         start, paths = start + n, [*paths, folder / f"{i}.bin"]
-    return lambda i: paths[i] if i < len(paths) else None
+    return lambda i: read_tokens(paths[i]) if i < len(paths) else None
 
 @pytest.mark.parametrize("lengths", [[8], [9], [10], [17], [5, 9, 30], [3, 0, 4, 12], [40]])
 def test_reader(lengths, tmp_path):
@@ -1262,7 +1267,7 @@ def test_token_files(tmp_path):
     write_tokens(path, [np.array([0, 65535], dtype=np.uint16), np.array([40000], dtype=np.uint16)])
     assert read_tokens(path).tolist() == [0, 65535, 40000] and path.stat().st_size == 1024 + 6
     assert np.fromfile(path, dtype=np.int32, count=3).tolist() == [20240520, 1, 3]
-    assert next(Reader(lambda i: path if i == 0 else None, 1, 2, 0))[1].tolist() == [[65535, 40000]]
+    assert next(Reader([read_tokens(path), None].__getitem__, 1, 2, 0))[1].tolist() == [[65535, 40000]]
     for content in (path.read_bytes()[:-2], path.read_bytes() + b"xx", b"<html>", b"\0" * 2000, b""):
         (tmp_path / "b.bin").write_bytes(content)
         with pytest.raises(ValueError, match="b.bin is"):
@@ -1293,18 +1298,18 @@ def test_bytes(tmp_path):
         (folder / "deep" / f"{i:02}.txt").write_bytes(b"%d" % (i % 10) * 50)
     (folder / ".hidden").write_text("no"), (folder / "binary").write_bytes(b"no\0")
     source = python_source.source(str(folder), tmp_path / "data")
-    val, train_tokens = read_tokens(source.val).tolist(), read_tokens(source.train(0)).tolist()
+    val, train_tokens = read_tokens(source.val).tolist(), source.train(0).tolist()
     assert val == ([ord("9")] * 50 + [256]) * 2 and len(train_tokens) == 38 * 51 and source.train(1) is None
     assert source.vocab_size == 257 and max(train_tokens) == 256
     (folder / "deep" / "00.txt").write_text("changed")
     assert python_source.source(str(folder), tmp_path / "data").name != source.name
     single = python_source.source(str(folder / "deep" / "01.txt"), tmp_path / "data")
-    assert [len(read_tokens(p)) for p in (single.train(0), single.val)] == [48, 4]
+    assert [len(single.train(0)), len(read_tokens(single.val))] == [48, 4]
 
 def test_python_source(tmp_path):
     """The default data: about 10 MB of the standard library, the same split every time."""
     source = python_source.source("python", tmp_path)
-    train_tokens, val = read_tokens(source.train(0)), read_tokens(source.val)
+    train_tokens, val = source.train(0), read_tokens(source.val)
     assert len(train_tokens) > 5e6 and 0.02 < len(val) / len(train_tokens) < 0.1
     assert b"import" in python_source.decode(val.tolist())
     built = source.val.stat().st_mtime_ns
@@ -1315,7 +1320,7 @@ def test_python_source(tmp_path):
 class Hub(BaseHTTPRequestHandler):
     """Serves `server.files`, bytes by name. The first of `server.faults` is what goes wrong with this answer,
     and is used up; `server.seen` has what was asked for."""
-    protocol_version = "HTTP/1.1"
+    protocol_version, pause = "HTTP/1.1", 0
 
     def do_GET(self):
         hub, name = self.server, self.path.rsplit("/", 1)[-1]
@@ -1324,8 +1329,9 @@ class Hub(BaseHTTPRequestHandler):
         hub.stalled.wait(30) if fault == "stall" else None
         if name not in hub.files or fault.isdecimal():
             return self.answer(int(fault or 404), b"no", **{"Retry-After": "7"} if fault == "429" else {})
-        if fault == "redirect":
-            return self.answer(302, b"", Location=f"/elsewhere/{name}")
+        if fault in ("redirect", "away"):
+            host = f"http://localhost:{hub.server_port}" * (fault == "away")
+            return self.answer(302, b"", Location=f"{host}/elsewhere/{name}")
         if fault == "html":
             return self.answer(200, b"<!DOCTYPE html><title>Please log in</title>" * 50)
         content = hub.files[name]
@@ -1342,6 +1348,7 @@ class Hub(BaseHTTPRequestHandler):
         if "unranged" in fault:
             first, last, span = 0, len(content) - 1, {}
         share = 0.4 if "cut" in fault else 1
+        self.pause = 0.02 if fault == "drip" else 0   # after each byte
         if "starred" in fault:   # a server that does not know how much there is
             span["Content-Range"] = f"bytes {first}-{last}/*"
         body, packed = content[first:last + 1], {}
@@ -1358,7 +1365,10 @@ class Hub(BaseHTTPRequestHandler):
             else:
                 self.close_connection = True
         self.end_headers()
-        self.wfile.write(body[:int(share * len(body))])
+        body = body[:int(share * len(body))]
+        for piece in [body[i:i + 1] for i in range(len(body))] if self.pause else [body]:
+            self.wfile.write(piece)
+            time.sleep(self.pause)
         self.close_connection |= share < 1
 
     def log_message(self, *args):
@@ -1381,7 +1391,9 @@ def hub(monkeypatch, tmp_path):
     server.url = f"http://127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
     server.slept, server.handle_error = [], lambda *connection: None   # who asked may be gone
-    monkeypatch.setattr(fineweb_edu, "time", SimpleNamespace(sleep=server.slept.append, time_ns=time.time_ns))
+    clock = SimpleNamespace(sleep=server.slept.append, time_ns=time.time_ns, monotonic=time.monotonic)
+    monkeypatch.setattr(fineweb_edu, "time", clock)
+    monkeypatch.setattr(fineweb_edu.Fetch, "met", False)
     monkeypatch.setattr(fineweb_edu, "CHUNK", 1000)
     for name, value in {"HF_ENDPOINT": server.url, "NO_PROXY": "*", "no_proxy": "*"}.items():
         monkeypatch.setenv(name, value)
@@ -1410,7 +1422,7 @@ def test_fetch(faults, slept, limit, hub, tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"a.bin", "lock"}
     assert slept is None or hub.slept == slept
     if faults == ["cut"]:   # goes on from where it ended
-        sent = 2000 if limit else 4000   # in full chunks
+        sent = int(0.4 * len(token_bytes(limit or 5000)))
         assert hub.seen[1][1] == f"bytes={sent}-" + (f"{HEADER + 2 * limit - 1}" if limit else "")
     n = len(hub.seen)
     assert fineweb_edu.Fetch(f"{hub.url}/a.bin", path, limit).wait() == path and len(hub.seen) == n
@@ -1448,7 +1460,7 @@ def test_fetch_parts(hub, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="broke off"):
         fineweb_edu.Fetch(url, path).wait()
     (part,) = tmp_path.glob("*.part")
-    assert part.read_bytes() == whole[:4000]
+    assert part.read_bytes() == whole[:4409]
     monkeypatch.setattr(fineweb_edu, "TRIES", 8)
     other = token_bytes(5000, 9)
     for left, content, requests in [
@@ -1486,7 +1498,7 @@ def test_fetch_killed(hub, tmp_path):
     process.kill()
     process.wait()
     assert read_tokens(other.wait()).tolist() == list(np.arange(900_000) % 50257)
-    assert hub.seen[2][1] == f"bytes={len(token_bytes(900_000)) * 2 // 5 // 2**16 * 2**16}-"
+    assert hub.seen[2][1] == f"bytes={len(token_bytes(900_000)) * 2 // 5}-"
     hub.stalled.set()
 
 def test_disk_full(hub, go, capsys):
@@ -1554,26 +1566,26 @@ def test_shards_ahead(hub, tmp_path, capsys, monkeypatch):
     assert not list(tmp_path.rglob("*_000002.bin"))
     threading.Timer(1, hub.stalled.set).start()
     next(reader)
-    assert "edu_fineweb_train_000002.bin: " in capsys.readouterr().err
+    assert "\r" not in capsys.readouterr().err   # a bar is for terminals
     source.train.ahead[2].join()
     hub.faults = ["401"]
     source = fineweb_edu.source("fineweb_edu", tmp_path, 0)
     (next(tmp_path.rglob("*_000002.bin"))).unlink()
     source.train(0)
     source.train.ahead[1].join()
-    assert isinstance(source.train.ahead[1].error, ValueError) and source.train(1).exists()
+    assert isinstance(source.train.ahead[1].error, ValueError) and len(source.train(1)) == 330
     source = fineweb_edu.source("fineweb_edu", tmp_path, keep_shards=2)
     for i in (0, 1, 0, 1, 2):
         source.train(i)
         next(iter(source.train.ahead.values())).join()
         ahead = [i, i + 1] if i < 2 else [2]
         assert sorted(int(p.stem[-1]) - 1 for p in tmp_path.rglob("*_train_*")) == ahead
-    assert source.train(1).exists()
+    assert len(source.train(1)) == 330
     next(tmp_path.rglob("*_000003.bin")).unlink()   # by another run
     source.train(1)
     source.train.ahead[2].join()
     next(tmp_path.rglob("*_000003.bin")).unlink()
-    assert source.train(2).exists() and source.train(3) is None
+    assert len(source.train(2)) == 290 and source.train(3) is None
     assert source.train(4) is None and source.vocab_size == 50304 and source.tokenizer == "gpt2"
     source.val.write_bytes(b"damaged")
     with pytest.raises(ValueError, match="is not a token file.*delete it"):
@@ -1629,13 +1641,13 @@ def test_sample(go, capsys, monkeypatch):
     pieces = list(ElementTree.parse("page.svg").iter("{http://www.w3.org/2000/svg}text"))
     legend = pieces[-1].get("y")
     shown = lambda pairs: [(depth, char) for depth, text in pairs if depth != "d0"
-                           for char in html.unescape(text).partition("\u21b5")[0] if not char.isspace()]
+                           for char in html.unescape(text).replace("\u21b5", "") if not char.isspace()]
     drawn = [(piece.get("class"), piece.text) for piece in pieces if piece.get("y") != legend]
     assert shown(drawn) == shown(re.findall(r'<b class="(d.)"[^>]*>([^<]*)</b>', page))
     widths = {}
     for piece in pieces:   # side by side, and not beyond the edge
         assert int(piece.get("x")) == sample.WIDTH + widths.get(piece.get("y"), 0)
-        widths[piece.get("y")] = widths.get(piece.get("y"), 0) + sample.WIDTH * len(piece.text)
+        widths[piece.get("y")] = widths.get(piece.get("y"), 0) + int(piece.get("textLength"))
     assert max(widths.values()) == sample.WIDTH * sample.COLUMNS
     run("--prompt=<script>", "--html=page.html", "--svg=page.svg")
     assert "".join(ElementTree.parse("page.svg").getroot().itertext()).count("<script>") == 1
@@ -1833,13 +1845,13 @@ def test_bench_quality(small, text, monkeypatch, capsys):
     commands = []
 
     def run(command, **options):
-        """As subprocess.run, in this process, where threads cannot have signals."""
+        """As subprocess.Popen, in this process, where threads cannot have signals."""
         commands.append(command[2:])
-        return SimpleNamespace(returncode=train.main(command[2:]), stderr="")
+        return SimpleNamespace(returncode=train.main(command[2:]), communicate=lambda: ("", ""))
     monkeypatch.setattr(train, "find_source", lambda tc: python_source.source(str(text), tc.data_dir))
     monkeypatch.setattr(train.signal, "signal", lambda *args: None)
     monkeypatch.setattr(bench, "study", lambda config: few)
-    monkeypatch.setattr(bench.subprocess, "run", run)
+    monkeypatch.setattr(bench.subprocess, "Popen", run)
     argv = ["quality", "--seeds=1", "--eval_rows=8", "--rounds=1", "--passes=8", "--slots=2"]
     rows = measured(capsys, argv)
     assert len(commands) == 5 and all("--seed=1337" in command for command in commands)
@@ -1862,16 +1874,16 @@ def test_bench_trained(tmp_path, monkeypatch):
         commands.append(command[2:])
         code, log = outcomes[len(commands) - 1]
         (out / "log.jsonl").write_text(log)
-        return SimpleNamespace(returncode=code, stderr="x.py: no\n")
-    monkeypatch.setattr(bench.subprocess, "run", run)
+        return SimpleNamespace(returncode=code, communicate=lambda: ("", "x.py: no\n"))
+    monkeypatch.setattr(bench.subprocess, "Popen", run)
     with pytest.raises(ValueError, match="--x=1 --out_dir=.* ended with: x.py: no"):
-        bench.trained(["--x=1"], out, "1")
+        bench.trained(["--x=1"], out, "1", [])
     (out / "ckpt.pt").touch()
-    assert [bench.trained(["--x=1"], out, "1")[1]["step"] for _ in range(3)] == [5, 9, 9]   # 5: not yet
+    assert [bench.trained(["--x=1"], out, "1", [])[1]["step"] for _ in range(3)] == [5, 9, 9]   # 5: not yet
     start = ["--x=1", f"--out_dir={out}"]
     assert commands == [start, [*start, f"--resume={out}"], [*start, f"--resume={out}"]]
     with pytest.raises(ValueError, match="holds another run"):
-        bench.trained(["--x=2"], out, "1")
+        bench.trained(["--x=2"], out, "1", [])
 
 def test_bench_look():
     """Kinds of bytes, and the norms and cosines of unrolled layers."""
@@ -1901,3 +1913,290 @@ def test_bench_look():
                 block.attn.o_proj.weight.zero_()
                 block.mlp.down_proj.weight.zero_()
         assert all(set(row["hidden, cosines"]) == {"`", "9"} for row in bench.unrolled(model, x)[1:7])
+
+# ---- Where it is used: busy machines, closed terminals, real folders, full disks, proxies ------------------
+
+def script(*argv, shell="exec {}", env={}, **options):
+    """A script of the project, started as from a terminal; {} in shell stands for it and its options."""
+    command = shell.format(shlex.join([sys.executable, str(ROOT / argv[0]), *argv[1:]]))
+    return subprocess.Popen(["bash", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            env={**os.environ, "OMP_NUM_THREADS": "1", **env}, errors="replace", **options)
+
+def test_before_torch(tmp_path):
+    """Before torch is imported, its threads are told to spin shortly, if the user has not said otherwise;
+    Ctrl-C then leaves without a traceback; a stream that was closed cannot become another file."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal\nprint([os.environ.get(name) for name in ('GOMP_SPINCOUNT', 'KMP_BLOCKTIME')], "
+        "open('x', 'w').fileno(), flush=True)\nos.kill(os.getpid(), signal.SIGINT)\n")
+    unset = {"PYTHONPATH": str(tmp_path), "GOMP_SPINCOUNT": "", "KMP_BLOCKTIME": ""}
+    runs = [(name, {}, "['1000', '0']") for name in ("train.py", "sample.py", "bench.py")]
+    runs += [("train.py", {"GOMP_SPINCOUNT": "5"}, "['5', '0']"),
+             ("train.py", {"OMP_WAIT_POLICY": "PASSIVE"}, "[None, None]")]
+    shell = "for n in GOMP_SPINCOUNT KMP_BLOCKTIME; do [ \"${{!n}}\" ] || unset $n; done; exec {} <&- 2>&-"
+    for run, words in [(script(name, shell=shell, env={**unset, **env}, cwd=tmp_path), words)
+                       for name, env, words in runs]:
+        out, err = run.communicate()
+        assert out == f"{words} 3\n" and err == "" and run.returncode == -signal.SIGINT
+
+def test_two_runs(go, capsys):
+    """The folder of a run that is at work is refused to another; left-over files of a killed one go."""
+    Path("out").mkdir(), Path("data/old").mkdir(parents=True)
+    for left in ("out/ckpt.pt.tmp", "out/step_5.pt.tmp", "data/old/train.bin.tmp", "out/mine.tmp"):
+        Path(left).write_text("half")
+    with open("out/log.jsonl", "a") as log:
+        assert lock(log)
+        assert "another run is at work in out" in refusal(lambda argv: go(*argv), ["--max_steps=1"], capsys)
+    assert go("--max_steps=1") == 0 and [str(p) for p in Path().rglob("*.tmp")] == ["out/mine.tmp"]
+    with open("data/lock", "a") as file:   # who builds, waits, and says so
+        assert lock(file)
+        threading.Timer(0.3, file.close).start()
+        python_source.source(__file__, "data")
+    assert "waiting for another process, which holds data/lock" in capsys.readouterr().err
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "nohup"])
+def test_signals(name, go, monkeypatch, capfd):
+    """The step is finished and saved, though a closing terminal sends SIGHUP twice; nohup goes on."""
+    step, signum = train.Run.train_step, getattr(signal, name, signal.SIGHUP)
+
+    def asked(run):
+        numbers = step(run)
+        for _ in range(1 + (signum == signal.SIGHUP)):
+            os.kill(os.getpid(), signum) if run.step == 3 else None
+        return numbers
+    monkeypatch.setattr(train.Run, "train_step", asked)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if name == "nohup" else signal.SIG_DFL)
+    try:
+        assert go("--max_steps=6") == (0 if name == "nohup" else 130)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert torch.load("out/ckpt.pt", weights_only=True)["step"] == (6 if name == "nohup" else 3)
+
+def test_streams(go, text):
+    """Without a stream, the log stays JSON, and SIGTERM saves. If who reads has left, train.py saves and
+    sample.py writes its page, and both leave without a word."""
+    go("--max_steps=1")
+    argv = ["train.py", f"--data={text}", *SMALL, "--log_interval=1", "--max_steps=1e6"]
+    closed = script(*argv, "--out_dir=closed", shell="exec {} <&- >&- 2>&-")
+    head = "; exit ${{PIPESTATUS[0]}}"
+    pipe = script(*argv, "--out_dir=pipe", shell="{} | head -8" + head)
+    page = script("sample.py", "--html=a.html", shell="{} | head -c 5" + head)
+    while not Path("closed/log.jsonl").exists() or Path("closed/log.jsonl").read_text().count("\n") < 4:
+        time.sleep(0.01)
+    closed.terminate()
+    (out, err), written = pipe.communicate(), page.communicate()
+    assert (out.count("\n"), err, pipe.returncode) == (8, "", 141) and "step 1/" in out
+    assert written[0] and (written[1], page.returncode) == ("", 141) and "</html>" in Path("a.html").read_text()
+    assert closed.wait() == 130
+    for name in ("pipe", "closed"):
+        last = [json.loads(line) for line in open(f"{name}/log.jsonl")][-1]
+        assert torch.load(f"{name}/ckpt.pt", weights_only=True)["step"] == last["step"]
+
+def test_split_by_bytes(tmp_path):
+    """Validation has 5 % of the bytes, or nearly, whatever the sizes of the files."""
+    for last in (8, 50, 100_000):
+        sizes = [(tmp_path / str(i), 1000) for i in range(19)] + [(tmp_path / "19", last)]
+        n, val = (sum(end - start for _, start, end in pieces) for pieces in python_source.split(sizes))
+        assert n + val == 19_000 + last and 0.025 <= val / (n + val) <= 0.1
+
+def test_folder(tmp_path, capsys, monkeypatch):
+    """UTF-16 and UTF-32 are read by their marks; what is left out is named; the run's own log is not read;
+    nothing is read twice under two names."""
+    monkeypatch.chdir(tmp_path)
+    words = "déjà vu \N{SNOWMAN}\r\n" * 9
+    for i, coding in enumerate(("utf-8", "utf-16", "utf-16-be", "utf-32", "utf-16-le")):
+        mark = {"utf-16-be": b"\xfe\xff", "utf-16-le": b"\xff\xfe"}.get(coding, b"")
+        Path(f"{i}.txt").write_bytes(mark + words.encode(coding))
+    Path("image.png").write_bytes(b"\x89PNG\0"), Path(".secret").write_text("no"), Path("d").mkdir()
+    Path("no_mark.txt").write_bytes(words.encode("utf-16-le")), Path("log.jsonl").write_text("{}")
+    Path("to_d").symlink_to("d")
+    source = python_source.source(".", "data")
+    out = capsys.readouterr().out
+    assert "from 5 files" in out and out.count("\n") == 1 and all(name in out for name in (
+        ".secret (hidden)", "image.png (with zero bytes", "no_mark.txt (", "log.jsonl (written by", "to_d (a link"))
+    files = python_source.decode(t for i in range(5) for t in source.train(0).tolist()).decode(errors="ignore")
+    n = len(words.encode()) * 95 // 100
+    assert len(source.train(0)) == 5 * (n + 1) and files.count("\N{SNOWMAN}") >= 5 * 8
+    again = python_source.source("1.txt", "data")
+    assert python_source.decode(again.train(0).tolist()) == words.encode()[:n]
+    Path("bad.txt").write_bytes(b"\xff\xfe\x00\xd8a\x00")   # half of a pair
+    assert "�a".encode() == b"".join(python_source.read(Path("bad.txt")))
+
+def test_changed_text(tmp_path, capsys):
+    """Tokens follow the content: other text of the same size and time is read anew, a mere touch builds
+    nothing, and of one text there is one build, though a run that reads an old one keeps it."""
+    path, data = tmp_path / "a.txt", tmp_path / "data"
+    path.write_text("abcd" * 50)
+    old = python_source.source(str(path), data)
+    stat = path.stat()
+    path.write_text("efgh" * 50)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    new = python_source.source(str(path), data)
+    assert bytes(new.train(0)[:4].tolist()) == b"efgh" and new.name != old.name
+    os.utime(path)
+    assert capsys.readouterr().out.count("built") == 2 and python_source.source(str(path), data).val == new.val
+    assert capsys.readouterr().out == "" and [p.name for p in data.iterdir() if p.is_dir()] == [new.name]
+    reader = Reader(old.train, 1, 9, seed=0)
+    assert all(set(next(reader)[0].flatten().tolist()) <= set(b"abcd") for _ in range(50))   # into epoch 2
+
+@pytest.mark.parametrize("error", [
+    torch._inductor.exc.TritonMissing(None),
+    torch._inductor.exc.GPUTooOldForTriton(SimpleNamespace(name="GTX 1080", major=6, minor=1), None),
+    torch._inductor.exc.InductorError(RuntimeError("Compiler: cl is not found."), None)], ids=repr)
+def test_no_compiler(error, capsys):
+    def main(argv):
+        raise error
+    assert "use --compile=false" in refusal(main, [], capsys)
+
+def test_null_in_log(tmp_path):
+    """log.jsonl is JSON even where a number is none; a collapse has an entropy of 0."""
+    with open(tmp_path / "log", "ab", buffering=0) as log:
+        train.write_record(log, {"a": math.nan, "b": [1.0, math.inf], "c": -math.inf})
+    assert (tmp_path / "log").read_text() == '{"a": null, "b": [1.0, null], "c": null}\n'
+    model = build(router="token", balance="loss_free")
+    with torch.no_grad():
+        model.router.score.layers[0].weight.mul_(1e30)
+    health = model(ids(2, 8))[2].health
+    assert 0 <= health["entropy"] < 2
+
+def test_disk_full_elsewhere(go, capsys):
+    """Page, checkpoint and log: one line names the file, and the old one is whole."""
+    go("--max_steps=2")
+    Path("page.html").write_text("old")
+    limits, before = resource.getrlimit(resource.RLIMIT_FSIZE), weights("out/ckpt.pt")
+    for main, argv, limit, name in [
+            (sample.main, ["--device=cpu", "--html=page.html"], 2000, "page.html"),
+            (lambda argv: go(*argv), ["--resume=out", "--max_steps=4"], 20_000, "out/ckpt.pt"),
+            (lambda argv: go(*argv), ["--out_dir=b", "--max_steps=4"], 900, "b/")]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+        try:
+            assert f"{name}" in (err := refusal(main, argv, capsys)) and "cannot be written (" in err
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert Path("page.html").read_text() == "old" and same(before, weights("out/ckpt.pt"))
+    assert not list(Path().rglob("*.tmp")) and not Path("b/ckpt.pt").exists()
+
+def test_home(monkeypatch):
+    """~ is a home in every option that names a file or folder, and in no other."""
+    monkeypatch.setenv("HOME", "/home/me")
+    names = {cls: [f.name for f in fields(cls) if f.type is train.path]
+             for cls in (train.TrainConfig, sample.SampleConfig, bench.BenchConfig)}
+    assert list(names.values()) == [["data", "data_dir", "out_dir", "resume"], ["out_dir", "html", "svg"],
+                                    ["out_dir", "data_dir"]]
+    for cls, options in names.items():
+        given = train.parse([f"--{name}=~/x.{name}" for name in options], "", cls)
+        assert given == {name: f"/home/me/x.{name}" for name in options}
+    assert train.parse(["--prompt=~/x"], "", sample.SampleConfig) == dict(prompt="~/x")
+
+def test_token_wins(hub, tmp_path, monkeypatch):
+    """HF_TOKEN goes before a login in netrc, also when redirected, and to no other host."""
+    (tmp_path / "netrc").write_text("default login me password pw\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    asked = []
+    for token in ("secret", ""):
+        monkeypatch.setenv("HF_TOKEN", token)
+        for fault in ("redirect", "away"):
+            hub.faults = [fault]
+            fineweb_edu.Fetch(f"{hub.url}/edu_fineweb_val_000000.bin", tmp_path / (token + fault)).wait()
+            asked += [[seen[2] and seen[2][:9] for seen in hub.seen]]
+            hub.seen.clear()
+    assert asked[:2] == [["Bearer se", "Bearer se"], ["Bearer se", None]]
+    assert asked[2][0] == asked[3][0] == "Basic bWU" and asked[3][1] is None
+
+@pytest.mark.parametrize("settings, words", [
+    (dict(REQUESTS_CA_BUNDLE="none.pem", HF_ENDPOINT="https://me:pw@127.0.0.1:9"), ["CA_BUNDLE", "none.pem"]),
+    (dict(HTTP_PROXY="http://me:pw@127.0.0.1:9"), ["proxy http://127.0.0.1:9", "Connection refused"]),
+    (dict(HTTP_PROXY="http://me:pw@[:9"), ["proxy"]),
+    (dict(HF_ENDPOINT="https"), ["certificate", "REQUESTS_CA_BUNDLE"])], ids=str)
+def test_network_settings(settings, words, hub, tmp_path, monkeypatch):
+    """A wrong setting is named, without the password in it, and not tried again."""
+    if settings.get("HF_ENDPOINT") == "https":
+        settings = dict(HF_ENDPOINT=hub.url.replace("http:", "https:"))
+    if "HTTP_PROXY" in settings:
+        settings |= dict(http_proxy=settings["HTTP_PROXY"], NO_PROXY="", no_proxy="")
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="cannot be had") as error:
+        fineweb_edu.source("fineweb_edu", tmp_path, 0)
+    assert all(word in str(error.value) for word in words) and "pw" not in str(error.value) and not hub.slept
+
+def test_slow_server(hub, tmp_path, capsys, monkeypatch):
+    """A server that drips is given up; where there is no terminal, a line now and then says what has come,
+    and no bar."""
+    monkeypatch.setattr(fineweb_edu, "SLOWEST", 0.3)
+    monkeypatch.setattr(fineweb_edu, "EVERY", 0.1)
+    hub.faults = ["drip", ""]
+    fineweb_edu.Fetch(f"{hub.url}/edu_fineweb_val_000000.bin", tmp_path / "a.bin").wait()
+    err = capsys.readouterr().err
+    assert "less than 1000 bytes came in 0.3 s; trying again" in err and "\r" not in err
+    assert re.search(r"a.bin: \d+ of 1824 bytes\n", err) and len(hub.seen) == 2
+
+def test_mapped_shard(hub, tmp_path, monkeypatch):
+    """A shard is deleted where a mapped file cannot be, as on Windows."""
+    unlink = Path.unlink
+
+    def windows(path, missing_ok=False):
+        if str(path) in Path("/proc/self/maps").read_text():
+            raise PermissionError(13, "in use", str(path))
+        unlink(path, missing_ok)
+    monkeypatch.setattr(Path, "unlink", windows)
+    reader = Reader(fineweb_edu.source("fineweb_edu", tmp_path, 2).train, 8, 40, seed=0)
+    next(reader), next(reader)
+    assert reader.state["shard"] == 1 and not list(tmp_path.rglob("*_train_000001.bin"))
+
+def test_characters(capsys, monkeypatch):
+    """Only what steers a terminal is replaced; the end of a line may be Windows's; digits stand below their
+    characters."""
+    spelled = lambda text: "".join(piece for piece, *_ in sample.spelled(list(text.encode()), [], bytes))
+    kept = "a\N{NO-BREAK SPACE}\N{IDEOGRAPHIC SPACE}\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}é\ue000"
+    assert spelled(kept) == kept and spelled("a\r\nb\rc\n") == "a\nb\nc\n"
+    for char in "\0\x1b\x7f\x9b\u202e\u2067\uffff":
+        assert spelled(f"a{char}b") == "a�b"
+    printer = sample.Printer("never")
+    for char, depth in zip("a\N{HIRAGANA LETTER A}e\N{COMBINING ACUTE ACCENT}b\n", (1, 2, 3, 3, 1, 1)):
+        printer(char, depth)
+    assert capsys.readouterr().out == "a\N{HIRAGANA LETTER A}e\N{COMBINING ACUTE ACCENT}b\n12 311\n"
+    samples = [[(t, 2, []) for t in ("\N{HIRAGANA LETTER A}" * 60 + "e\N{COMBINING ACUTE ACCENT}").encode()]]
+    svg = ElementTree.fromstring(sample.picture(MoRConfig(**TINY), [], samples, bytes))
+    lengths = [int(e.get("textLength")) for e in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert lengths[:2] == [48 * 16, 12 * 16 + 8]
+    for env, terminal, colour in [({}, True, True), ({}, False, False), ({"NO_COLOR": ""}, True, True),
+                                  ({"NO_COLOR": "1"}, True, False), ({"TERM": "dumb"}, True, False)]:
+        with monkeypatch.context() as patch:
+            patch.delenv("NO_COLOR", raising=False), patch.setenv("TERM", "xterm")
+            [patch.setenv(*item) for item in env.items()]
+            patch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+            assert sample.Printer("auto").color == colour
+
+def test_no_asserts():
+    """python -O leaves asserts out: none of them checks an input."""
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("data/*.py")]:
+        nodes = ast.walk(ast.parse(path.read_text()))
+        assert path.name == "test_mor.py" or not any(isinstance(node, ast.Assert) for node in nodes), path
+
+def test_copies_to_devices(monkeypatch):
+    """Copies that nobody waits for are for CUDA: elsewhere the source may be gone before they begin."""
+    to, flags = torch.Tensor.to, []
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **options: (
+        flags.append(options.get("non_blocking")), to(self, *args, **options))[1])
+    generate(build(), [[1, 2], [3]], 3, seed=0)
+    assert flags and not any(flags)
+
+def test_bench_stopped(tmp_path):
+    """SIGTERM to `bench.py quality` stops its trainings, which save."""
+    logs = lambda: [path for path in tmp_path.glob("o/*/log.jsonl") if path.read_text().count("\n") > 1]
+
+    def stop():
+        while not logs():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+    threading.Thread(target=stop, daemon=True).start()
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["quality", "--seeds=1", "--n_embd=32", "--n_head=2", "--n_kv_head=1", "--n_ff=48",
+                    "--block_size=32", "--device=cpu", f"--data_dir={tmp_path}/d", f"--out_dir={tmp_path}/o"])
+    signal.signal(signal.SIGTERM, before)
+    for log in logs():   # and nobody is at work any more
+        step = torch.load(log.with_name("ckpt.pt"), weights_only=True)["step"]
+        assert json.loads(log.read_text().splitlines()[-1])["step"] == step < 1000
+        with open(log) as file:
+            assert lock(file)

@@ -9,6 +9,11 @@
     python train.py --resume=out                           continue a run that was stopped
     python train.py --help                                 every option, its default and what it does
 """
+from data import system   # first of all, see there
+
+if __name__ == "__main__":
+    system.prepare()
+
 import argparse
 import difflib
 import inspect
@@ -19,10 +24,11 @@ import re
 import shlex
 import signal
 import sys
+import textwrap
 import time
 import warnings
 import zipfile
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -34,17 +40,25 @@ from torch.nn.parallel import DistributedDataParallel
 
 from data import fineweb_edu, python_source
 from data.shards import Reader, val_batches
+from data.system import cannot_write, lock, mute, remove, replacing
 from mor import LossFreeRouter, MoR, MoRConfig, PRESETS, check_fields, flops_per_token, n_params, require
+
+def path(text):
+    """The type of an option that names a file or folder: ~ is a home."""
+    full = os.path.expanduser(text)
+    if full.startswith("~"):
+        raise argparse.ArgumentTypeError(f"{text!r} names a user who is not here: write ./{text} for a file")
+    return full
 
 @dataclass
 class TrainConfig:
     """How to train. Defaults are those of tiny on two CPU cores; `machine` and `recipe` have others."""
     model: Literal[tuple(PRESETS)] = "tiny"  # sizes to start from, and recipe; 360m on an NVIDIA GPU
-    data: str = "python"  # python: the source of its library; fineweb_edu, fineweb_edu_10b; a file or folder
-    data_dir: str = "data"  # where token files are built, and shards kept
+    data: path = "python"  # python: the source of its library; fineweb_edu, fineweb_edu_10b; a file or folder
+    data_dir: path = "data"  # where token files are built, and shards kept
     keep_shards: int = 0  # keep this many shards on disk, 2 or more, and delete the others; 0: keep all
-    out_dir: str = "out"  # where checkpoints and log.jsonl go
-    resume: str = ""  # a checkpoint, or a folder with a ckpt.pt, to go on from
+    out_dir: path = "out"  # where checkpoints and log.jsonl go
+    resume: path = ""  # a checkpoint, or a folder with a ckpt.pt, to go on from
     max_steps: int = 2200  # optimizer steps in all
     flops: float = 0.0  # instead of max_steps: forward FLOPs as the paper counts them, as in 16.5e18
     batch_size: int = 8  # rows of block_size tokens in a micro-batch, on each device
@@ -63,7 +77,7 @@ class TrainConfig:
     compile: bool = False  # torch.compile the training step, except with router=token; true on an NVIDIA GPU
 
     def __post_init__(self):
-        check_fields(self, seed=0, warmup_steps=0, keep_shards=2)
+        check_fields(self, most=dict(batch_tokens=10**8), seed=0, warmup_steps=0, keep_shards=2)
         require(self.data and self.data_dir and self.out_dir,
                 f"data={self.data}, data_dir={self.data_dir} and out_dir={self.out_dir} must not be empty")
         require(self.learning_rate > 0, f"learning_rate={self.learning_rate} must be a positive number")
@@ -209,26 +223,45 @@ class Run:
         return numbers
 
 def catch_signals(run, stop):
-    """Have Ctrl-C and SIGTERM append to stop instead of ending the process. Returns the handlers before."""
+    """Have Ctrl-C, SIGTERM and the SIGHUP of a terminal that closes append to stop instead of ending the
+    process. Returns the handlers before."""
+    hangup = getattr(signal, "SIGHUP", signal.SIGTERM)   # Windows has none
+
     def ask(signum, frame):
-        signal.signal(signum, signal.SIG_DFL)   # asked twice: leave at once; the last checkpoint is whole
+        # Asked twice: leave at once; the last checkpoint is whole. But one closing terminal asks twice.
+        signal.signal(signum, signal.SIG_IGN if signal.Signals(signum).name == "SIGHUP" else signal.SIG_DFL)
         stop.append(signum)
         if run.rank == 0:
-            os.write(2, b"finishing this step, then saving; once more to leave without\n")
+            with suppress(OSError):   # nobody may be left to read it
+                os.write(2, b"finishing this step, then saving; once more to leave without\n")
         if run.reading:   # a wait for data may be long; else the step is finished first
             raise KeyboardInterrupt
-    return {signum: signal.signal(signum, ask) for signum in (signal.SIGINT, signal.SIGTERM)}
+    signals = {signal.SIGINT, signal.SIGTERM, hangup}
+    if signal.getsignal(hangup) == signal.SIG_IGN:   # as it is below nohup
+        signals.remove(hangup)
+    return {signum: signal.signal(signum, ask) for signum in signals}
+
+def write_record(log, record):
+    """Add a line of JSON to log.jsonl, with null for what is no number."""
+    record = json.loads(json.dumps(record), parse_constant=lambda name: None)
+    try:
+        log.write(json.dumps(record).encode() + b"\n")
+    except OSError as error:
+        raise cannot_write(log.name, error) from None
 
 def train(run, log):
-    """Step until max_steps or Ctrl-C; log, evaluate (each process on all rows) and save on the way."""
+    """Step until max_steps or Ctrl-C; log, evaluate (each process on all rows) and save on the way. Where
+    output or log cannot be written any more, save and raise what was wrong."""
     tc, stop, halt, losses, clock = run.tc, [], False, [], time.perf_counter()
     val = val_batches(run.source.val, tc.batch_size, run.config.block_size, tc.eval_rows, run.device)
     keep = {int(s) for s in tc.keep_steps.split(",") if s}
 
     def record(numbers, line):
-        print(line, flush=True)
-        log.write(json.dumps({"step": run.step, **numbers}) + "\n")
-        log.flush()
+        try:
+            write_record(log, {"step": run.step, **numbers})
+            print(line, flush=True)
+        except OSError as error:   # a closed pipe or terminal, a full disk
+            stop.append(error)
 
     before = catch_signals(run, stop)
     while not halt:
@@ -265,6 +298,9 @@ def train(run, log):
             losses, clock = [], time.perf_counter()   # evaluating and saving are not part of the steps
     for signum, handler in before.items():
         signal.signal(signum, handler)
+    for error in stop:
+        if isinstance(error, OSError):
+            raise error
 
 @torch.no_grad()
 def evaluate(model, batches, dtype):
@@ -347,22 +383,20 @@ def load_checkpoint(path):
         TrainConfig(**checkpoint["train_config"])
         parts = {"step", "optimizer", "reader", "rng", "data", "tokenizer"}
         require(parts <= set(checkpoint), "parts of it are missing")
+    except OSError:
+        raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {str(error)[:80]}"
+        reason = f"{type(error).__name__}: {brief(error)}"
         raise ValueError(f"{path} is not a checkpoint of this project ({reason})") from None
     return {**checkpoint, "model": model, "path": path}
 
 def save_checkpoint(path, state):
-    """Written beside, then renamed: whatever happens, `path` is whole, the old checkpoint or the new one."""
-    beside = path.with_suffix(".tmp")
-    with open(beside, "wb") as f:
+    """Write a checkpoint, see `replacing`."""
+    with replacing(path) as f:
         try:
             torch.save(state, f)
         except RuntimeError as error:   # what torch makes of a full disk
-            raise OSError(f"{beside} could not be written, is the disk full? ({str(error)[:80]})") from None
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(beside, path)
+            raise OSError(brief(error)) from None
 
 # ---- What a run is: command line over checkpoint, or over machine and recipe -------------------------------
 
@@ -382,8 +416,7 @@ def pick_device(name):
     try:
         device = torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"--device={name} cannot be used here ({reason}): try --device=cpu") from None
+        raise ValueError(f"--device={name} cannot be used here ({brief(error)}): try --device=cpu") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # Flash attention instead of cuDNN's, which spends 34 to 440 ms on each new length (prompts have any)
@@ -446,6 +479,9 @@ def settle(given, checkpoint, world=1):
         require(tc.max_steps > 0, f"flops={tc.flops} are less than one step, which takes {cost:.2e}")
     if tc.warmup_steps < 0:
         tc.warmup_steps = round(0.05 * tc.max_steps)
+    done = checkpoint["step"] if checkpoint else 0
+    require(all(done < int(s) <= tc.max_steps for s in given.get("keep_steps", "").split(",") if s),
+            f"keep_steps={tc.keep_steps} must be steps of this run, {done + 1} to {tc.max_steps}")
     # Expert-choice has the same shapes at every step; token-choice has new ones, and runs uncompiled.
     tc.compile = tc.compile and not (config.routed and config.router == "token")
     return config, tc
@@ -457,9 +493,8 @@ def find_source(tc):
     return python_source.source(tc.data, tc.data_dir)
 
 def check_out_dir(tc, checkpoint):
-    """Make out_dir. Refuses one that holds checkpoints, except to a run that goes on from its ckpt.pt."""
+    """Refuses an out_dir that holds checkpoints, except to a run that goes on from its ckpt.pt."""
     out, mine = Path(tc.out_dir), checkpoint and checkpoint["path"].resolve()
-    out.mkdir(parents=True, exist_ok=True)
     for path in sorted(out.glob("*.pt")):
         go_on = mine and mine.parent == out.resolve() and (path.name != "ckpt.pt" or path.resolve() == mine)
         require(go_on, f"{path} would be overwritten: go on from it with --resume={out}, or choose another "
@@ -470,34 +505,44 @@ def check_out_dir(tc, checkpoint):
 
 # ---- Command line ------------------------------------------------------------------------------------------
 
+def brief(error):
+    """What an error says, on one line that is not too long."""
+    return textwrap.shorten(str(error), 150, placeholder=" ...")
+
 def fail(message):
     """A person's mistake ends in one line and exit code 2."""
-    print(f"{Path(sys.argv[0]).name}: {' '.join(str(message).split())}", file=sys.stderr)
+    with suppress(OSError):   # nobody may be left to read it
+        print(f"{Path(sys.argv[0]).name}: {' '.join(str(message).split())}", file=sys.stderr)
     sys.exit(2)
 
 def guarded(main):
     """Run main; bad input, a full disk or too little memory end in one line instead of a traceback."""
-    if sys.stdout is None:   # closed
-        sys.stdout = open(os.devnull, "w")
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:   # see `prepare`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(sys.stdout, "reconfigure"):   # a terminal without Unicode shows question marks
         sys.stdout.reconfigure(errors="replace")
     try:
         code = main(sys.argv[1:])
         if dist.is_initialized():
             dist.destroy_process_group()
+        print(end="", flush=True)
         sys.exit(code)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:   # whoever read the output has left, as `head` does: so do we
+        mute("stdout")
+        mute("stderr")
+        sys.exit(141)
     except (ValueError, OSError) as error:
         fail(error)
     except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
-        if re.search(r"C(\+\+)? compiler", str(error)):
-            fail(f"torch.compile did not work ({str(error).splitlines()[0]}): use --compile=false")
         memory = re.search("out of memory|allocate memory|[Oo]verflow|too large", str(error))
-        if not isinstance(error, MemoryError) and not memory:
+        if isinstance(error, MemoryError) or memory:
+            fail("out of memory: choose a smaller model, --batch_size (--batch_tokens keeps the step), "
+                 "--block_size or --slots")
+        if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
             raise
-        fail("out of memory: choose a smaller model, --batch_size (--batch_tokens keeps the step), "
-             "--block_size or --slots")
+        fail(f"torch.compile did not work ({brief(error)}): use --compile=false")
 
 def integer(text):
     if not float(text).is_integer():
@@ -537,26 +582,30 @@ def main(argv):
     rank, world = init_distributed(pick_device(given.get("device", "auto")))
     if rank:   # one process speaks, and writes
         sys.stdout = open(os.devnull, "w")
-    checkpoint = load_checkpoint(given["resume"]) if given.get("resume") else None
+    require(given.get("resume", "out"), "--resume= is empty: name a checkpoint, or a folder with a ckpt.pt")
+    checkpoint = load_checkpoint(given["resume"]) if "resume" in given else None
     config, tc = settle(given, checkpoint, world)
     device = pick_device(tc.device)
     print(f"{device}: {machine(device)[1]}. Chosen: --model={tc.model} --data={tc.data} --dtype={tc.dtype} "
           f"--compile={tc.compile}; --help lists what else there is")
-    check_out_dir(tc, checkpoint)
-    source = find_source(tc)
-    if "vocab_size" not in given and not checkpoint:
-        config.vocab_size = source.vocab_size
-    require(config.vocab_size >= source.vocab_size,
-            f"vocab_size={config.vocab_size} must be {source.vocab_size} or more for {tc.data}")
-    if checkpoint and checkpoint["data"] != source.name:
-        print(f"note: the checkpoint was trained on {checkpoint['data']}, and this is {source.name}")
-    run = Run(config, tc, source, checkpoint)
-    settings = {**asdict(config), **asdict(tc)}
-    print(f"{n_params(config):,} parameters, {config.effective_depth} layers deep: {config.n_shared} shared "
-          f"x {config.n_rec} + {config.n_unshared}")
-    print("config", *(f"{name}={value}" for name, value in settings.items() if value != ""))
-    with open(os.devnull if rank else Path(tc.out_dir) / "log.jsonl", "a") as log:
-        log.write(json.dumps({"argv": argv, "torch": torch.__version__, **settings}) + "\n")
+    Path(tc.out_dir).mkdir(parents=True, exist_ok=True)
+    with open(os.devnull if rank else Path(tc.out_dir) / "log.jsonl", "ab", buffering=0) as log:
+        require(rank or lock(log), f"another run is at work in {tc.out_dir}: choose another --out_dir")
+        remove(*Path(tc.out_dir).glob("*.pt.tmp"))   # of a run that was killed while it saved
+        check_out_dir(tc, checkpoint)
+        source = find_source(tc)
+        if "vocab_size" not in given and not checkpoint:
+            config.vocab_size = source.vocab_size
+        require(config.vocab_size >= source.vocab_size,
+                f"vocab_size={config.vocab_size} must be {source.vocab_size} or more for {tc.data}")
+        if checkpoint and checkpoint["data"] != source.name:
+            print(f"note: the checkpoint was trained on {checkpoint['data']}, and this is {source.name}")
+        run = Run(config, tc, source, checkpoint)
+        settings = {**asdict(config), **asdict(tc)}
+        print(f"{n_params(config):,} parameters, {config.effective_depth} layers deep: {config.n_shared} "
+              f"shared x {config.n_rec} + {config.n_unshared}")
+        print("config", *(f"{name}={value}" for name, value in settings.items() if value != ""))
+        write_record(log, {"argv": argv, "torch": torch.__version__, **settings})
         train(run, log)
     done, out = run.step == tc.max_steps, shlex.quote(tc.out_dir)
     print(f"saved {Path(tc.out_dir) / 'ckpt.pt'} at step {run.step}; next: python sample.py"

@@ -8,19 +8,17 @@ import re
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import requests
+from requests.exceptions import ProxyError, SSLError
+from requests.packages.urllib3.exceptions import HTTPError
 from tqdm import tqdm
 
 from data.shards import HEADER, MAGIC, VERSION, Source, count_tokens, read_tokens
-
-try:
-    import fcntl
-except ImportError:   # Windows: two runs must not share a --data_dir there
-    fcntl = None
+from data.system import cannot_write, lock, remove
 
 # --data -> dataset on the Hugging Face hub, and how the names of its files begin.
 SETS = {"fineweb_edu": ("karpathy/fineweb-edu-100B-gpt2-token-shards", "edu_fineweb"),
@@ -33,16 +31,15 @@ START = np.array([MAGIC, VERSION], dtype="<i4").tobytes()   # of every token fil
 CHUNK = 1 << 16   # bytes read at a time
 TRIES = 8   # failures in a row before a fetch gives up, with 1, 2, 4, ... seconds in between
 LONGEST_WAIT = 300   # seconds that a server can ask for
+SLOWEST = 60   # seconds for CHUNK bytes
+EVERY = 30   # seconds from line to line where a bar would be no use
 
-
-@contextmanager
-def locked(folder):
-    """Wait for the lock of a folder, and hold it: no two processes write the same part."""
-    with open(folder / "lock", "w") as lock:
-        if fcntl:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
+class Session(requests.Session):
+    """Where a redirect leads to another host, that host gets no token. requests would give it, or give the
+    same host in place of the token, what ~/.netrc holds."""
+    def rebuild_auth(self, request, answer):
+        if self.should_strip_auth(answer.request.url, request.url):
+            request.headers.pop("Authorization", None)
 
 class Fetch(threading.Thread):
     """One token file on its way from url to path, in the background; with a limit, only its first tokens.
@@ -50,6 +47,8 @@ class Fetch(threading.Thread):
     What has come lies in a part, a file named after the version (ETag) that it is of; the next try, or run,
     goes on from its end. The final name appears when magic, version, count and size agree.
     """
+    met = False   # has any server answered this process?
+
     def __init__(self, url, path, limit=None):
         super().__init__(daemon=True)   # a run that ends does not wait for it
         self.url, self.path, self.limit = url, path, limit
@@ -58,13 +57,17 @@ class Fetch(threading.Thread):
         self.start()
 
     def wait(self):
-        """The path, or None where the server has no such file; a bar meanwhile. Raises what went wrong."""
-        with tqdm(desc=self.path.name, unit="B", unit_scale=True, delay=0.5,
-                  disable=os.environ.get("LOCAL_RANK", "0") != "0") as bar:
+        """The path, or None where the server has no such file. Raises what went wrong. Meanwhile a bar, or
+        where there is no terminal a line every half a minute, from one of several processes."""
+        quiet, said = os.environ.get("LOCAL_RANK", "0") != "0", time.monotonic()
+        with tqdm(desc=self.path.name, unit="B", unit_scale=True, delay=0.5, disable=quiet or None) as bar:
             while self.is_alive():
                 self.join(0.1)
                 bar.total = self.total
                 bar.update(self.have() - bar.n)
+                if bar.disable and not quiet and time.monotonic() > said + EVERY:
+                    said = time.monotonic()
+                    print(f"{self.path.name}: {self.have()} of {self.total or '?'} bytes", file=sys.stderr)
         if self.error:
             raise self.error
         if self.missing:
@@ -90,13 +93,22 @@ class Fetch(threading.Thread):
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if not self.path.exists():
-                with locked(self.path.parent):
+                with open(self.path.parent / "lock", "w") as file:
+                    lock(file, wait=True)   # no two processes write the same part
                     self.fetch()
         except OSError as error:
-            self.error = OSError(f"{self.path} cannot be written ({error.strerror or error}): make room, or "
-                                 "choose another --data_dir; --keep_shards=2 bounds what is kept")
+            if error.errno:
+                error = cannot_write(self.path, error, "--data_dir")
+                self.error = OSError(f"{error}; --keep_shards=2 bounds what is kept")
+            else:   # requests found no file of certificates
+                self.error = self.lost(f"{error}, see REQUESTS_CA_BUNDLE")
         except Exception as error:   # for the thread that waits
             self.error = error
+
+    def lost(self, reason):
+        """The ValueError for a file that cannot be had."""
+        return ValueError(f"{shown(self.url)} cannot be had ({reason}): check the network, HF_ENDPOINT and "
+                          "HF_TOKEN; --data=python needs no network")
 
     def fetch(self):
         """Try until the file is there, or there is none, or it is clear that it cannot be had."""
@@ -104,19 +116,19 @@ class Fetch(threading.Thread):
         while not self.path.exists():
             try:
                 self.request()
-            except requests.RequestException as error:
+            except (requests.RequestException, HTTPError) as error:
                 # A try that got a chunk further than any before it begins the count anew.
                 moved = self.have() >= most + CHUNK
                 failures, most = 1 if moved else failures + 1, max(most, self.have())
-                status = getattr(error.response, "status_code", None)
+                status, reason = status_of(error), why(error, self.url)
                 if status == 404:
                     self.missing = True
                     return
-                reason = why(error)
-                if (isinstance(error, ValueError) or failures == TRIES
-                        or status and 400 <= status < 500 and status not in (408, 416, 425, 429)):
-                    raise ValueError(f"{self.url} cannot be had ({reason}): check the network, HF_ENDPOINT "
-                                     "and HF_TOKEN; --data=python needs no network") from None
+                lasting = isinstance(error, (ValueError, requests.TooManyRedirects)) or (
+                    status and 400 <= status < 500 and status not in (408, 416, 425, 429))
+                # Before any server has answered, proxy and certificates may never have been right.
+                if failures == TRIES or lasting or isinstance(error, (ProxyError, SSLError)) and not self.met:
+                    raise self.lost(reason) from None
                 after = number(error.response.headers.get("Retry-After", "")) if status else None
                 pause = 2 ** (failures - 1) if after is None else min(after, LONGEST_WAIT)
                 tqdm.write(f"{self.path.name}: {reason}; trying again in {pause} s", file=sys.stderr)
@@ -135,9 +147,12 @@ class Fetch(threading.Thread):
         headers = {"Accept-Encoding": "identity", "Range": f"bytes={have}-"}
         if self.limit:
             headers["Range"] += str(self.wanted() - 1)
+        auth = None   # what ~/.netrc has
         if token := os.environ.get("HF_TOKEN", "").strip():
-            headers["Authorization"] = f"Bearer {token}"   # requests drops it where another host takes over
-        with requests.get(self.url, headers=headers, stream=True, timeout=(10, 30)) as answer:
+            headers["Authorization"] = f"Bearer {token}"
+            auth = lambda request: request   # as it is
+        with Session().get(self.url, headers=headers, auth=auth, stream=True, timeout=(10, 30)) as answer:
+            Fetch.met = True
             if answer.status_code == 416:   # the part is longer than the file
                 part and part.unlink()
             answer.raise_for_status()
@@ -150,8 +165,13 @@ class Fetch(threading.Thread):
                 part.unlink()
             self.total = self.wanted(total)
             with open(name, "ab" if first else "wb") as f:
-                for chunk in answer.iter_content(CHUNK):
+                since, mark = time.monotonic(), f.tell()
+                for chunk in iter(partial(answer.raw.read1, CHUNK, decode_content=True), b""):
                     f.write(chunk)
+                    if f.tell() >= mark + CHUNK:
+                        since, mark = time.monotonic(), f.tell()
+                    elif time.monotonic() > since + SLOWEST:
+                        raise requests.ConnectionError(f"less than {CHUNK} bytes came in {SLOWEST} s")
                     if self.total and f.tell() >= self.total:
                         f.truncate(self.total)
                         break
@@ -200,27 +220,38 @@ class Fetch(threading.Thread):
             raise
         except ValueError as error:
             part.unlink()
-            raise ValueError(f"{self.url} is no shard, beginning with {begins}: {error}") from None
+            raise ValueError(f"{shown(self.url)} is no shard, beginning with {begins}: {error}") from None
         os.replace(part, self.path)
-
 
 def number(text):
     """The whole number that a header holds, or None."""
     return int(text) if re.fullmatch(r"[0-9]{1,15}", text) else None
 
+def status_of(error):
+    """The status of the answer that an error is about, or None."""
+    return getattr(getattr(error, "response", None), "status_code", None)
 
-def why(error):
-    """A RequestException in a few words."""
-    if isinstance(error, requests.TooManyRedirects):
-        return "too many redirects"
-    if error.response is not None:
-        return f"status {error.response.status_code}"
-    if isinstance(error, requests.exceptions.ChunkedEncodingError):
-        return "the answer broke off"
-    if "timed out" in str(error):
-        return "no answer in time"
-    return re.sub(r".*[:>] ", "", str(error)).strip("')\" ")   # the innermost of a chain of causes
+def why(error, url):
+    """What went wrong with a url, in a few words."""
+    text = shown(re.sub(r".*[:>] ", "", str(error)).strip("')\" "))   # the innermost of a chain of causes
+    proxy = shown(requests.utils.select_proxy(url, requests.utils.get_environ_proxies(url)) or "")
+    if isinstance(error, ProxyError) or proxy and isinstance(error, ValueError):
+        text = f"proxy {proxy}, see HTTP_PROXY and HTTPS_PROXY: {text}"
+    elif isinstance(error, SSLError):
+        text = f"its certificate: {text}; REQUESTS_CA_BUNDLE can name a file of those to trust"
+    elif isinstance(error, requests.TooManyRedirects):
+        text = "too many redirects"
+    elif status := status_of(error):
+        text = f"status {status}" + f" of proxy {proxy}" * (status == 407)
+    elif "timed out" in str(error):
+        text = "no answer in time"
+    elif isinstance(error, HTTPError):
+        text = "the answer broke off"
+    return text
 
+def shown(url):
+    """A url, or text around it, without the name and password that it may hold."""
+    return re.sub(r"[^/\s]*@", "", url)
 
 def check(path):
     """ValueError if a file is not whole, or not in GPT-2's vocabulary."""
@@ -228,9 +259,8 @@ def check(path):
     if len(tokens) and tokens.max() >= VOCAB_SIZE:
         raise ValueError(f"{path} holds id {tokens.max()}, but the last of GPT-2's is {VOCAB_SIZE - 1}")
 
-
 class Shards:
-    """Shard number -> path of that training file, or None past the last one; fetches the next one meanwhile.
+    """Shard number -> tokens of that training file, None past the last one; fetches the next one meanwhile.
 
     keep: how many training files stay, including the one in use and the one ahead; 0: all. Another run that
     had use for one of the others fetches it again.
@@ -249,31 +279,30 @@ class Shards:
         path = fetch.wait()
         if path is None:
             if i == 0:
-                raise ValueError(f"{fetch.url} does not exist (status 404): check HF_ENDPOINT and HF_TOKEN")
+                raise ValueError(f"{shown(fetch.url)} does not exist (status 404): check HF_ENDPOINT and "
+                                 "HF_TOKEN")
             return None
         if self.keep:
             for old in self.folder.glob(f"{self.prefix}_train_*.bin"):
                 if int(old.stem[-6:]) - 1 not in range(i + 2 - self.keep, i + 2):
-                    old.unlink(missing_ok=True)
+                    remove(old)
         self.ahead = {i + 1: self.fetch(i + 1)}
-        return path
-
+        return read_tokens(path)
 
 def source(data, data_dir, keep_shards):
     """The Source for a name in SETS; waits for the validation tokens if they are not below data_dir yet."""
     repo, prefix = SETS[data]
     endpoint = os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or "https://huggingface.co"
     if not re.fullmatch(r"https?://[!-~]+", endpoint):
-        raise ValueError(f"HF_ENDPOINT={endpoint} must be an address like https://huggingface.co")
+        raise ValueError(f"HF_ENDPOINT={shown(endpoint)} must be an address like https://huggingface.co")
     if not re.fullmatch(r"[!-~]*", os.environ.get("HF_TOKEN", "").strip()):
         raise ValueError("HF_TOKEN holds characters that no token has: set it again, or unset it")
     url, folder = f"{endpoint}/datasets/{repo}/resolve/main", Path(data_dir) / repo.split("/")[1]
     name = f"{prefix}_val_000000.bin"
     val = Fetch(f"{url}/{name}", folder / name, VAL_TOKENS).wait()
     if val is None:
-        raise ValueError(f"{url}/{name} does not exist (status 404): check HF_ENDPOINT and HF_TOKEN")
+        raise ValueError(f"{shown(url)}/{name} does not exist (status 404): check HF_ENDPOINT and HF_TOKEN")
     return Source(Shards(url, folder, prefix, keep_shards), val, repo, PADDED, tokenizer="gpt2")
-
 
 def encoding():
     """tiktoken's gpt2, which comes from the network once and then from its cache. ValueError if it cannot."""
@@ -281,14 +310,14 @@ def encoding():
     try:
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:
-        raise ValueError(f"tiktoken's gpt2 vocabulary cannot be had ({type(error).__name__}): run this once "
-                         "with a network, or set TIKTOKEN_CACHE_DIR to a folder that holds it") from None
-
+        network = isinstance(error, requests.RequestException)
+        reason = why(error, "https://openaipublic.blob.core.windows.net") if network else error
+        raise ValueError(f"tiktoken's gpt2 vocabulary cannot be had ({reason}): run this once with a "
+                         "network, or set TIKTOKEN_CACHE_DIR to a folder that holds it") from None
 
 def encode(text):
     """Tokens of a text; <|endoftext|> in it is ordinary text."""
     return encoding().encode_ordinary(text)
-
 
 def decode(tokens):
     """The bytes of tokens; EOF has none."""

@@ -7,84 +7,125 @@ import hashlib
 import os
 import platform
 import sysconfig
+from contextlib import suppress
+from glob import escape
 from pathlib import Path
 
 import numpy as np
 
-from data.shards import Source, write_tokens
+from data.shards import Source, read_tokens, write_tokens
+from data.system import lock, remove
 
 EOF = 256
 VOCAB_SIZE = 257
-CHUNK = 1 << 24   # bytes read at a time
+CHUNK = 1 << 24   # bytes, or characters, read at a time
 NOT_LIBRARY = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
-
+MARKS = {b"\xff\xfe\0\0": "utf-32", b"\0\0\xfe\xff": "utf-32", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 
 def walk(root, skip):
-    """All files below a folder, sorted by name, but those for which, or for whose folder, skip(name)
+    """All files below a folder, sorted by name, but those for which, or for whose folder, skip(path)
     holds."""
     def fail(error):
         raise error
     for folder, folders, names in os.walk(root, onerror=fail):
-        folders[:] = sorted(name for name in folders if not skip(name))
-        yield from (Path(folder) / name for name in sorted(names) if not skip(name))
+        folders[:] = sorted(name for name in folders if not skip(Path(folder, name)))
+        yield from (path for name in sorted(names) if not skip(path := Path(folder, name)))
 
+def begins(path):
+    """The first bytes of a file, and the encoding that their mark names, or None."""
+    with open(path, "rb") as f:
+        first = f.read(4096)
+    return first, next((encoding for mark, encoding in MARKS.items() if first.startswith(mark)), None)
+
+def unfit(path):
+    """Why a file or folder below a folder of text is left out; None if it is not."""
+    if path.name.startswith(".") or path.name == "log.jsonl":
+        return "hidden" if path.name != "log.jsonl" else "written by train.py"
+    if path.is_dir():
+        return "a link" if path.is_symlink() else None
+    if not path.is_file():
+        return "no file"
+    first, encoding = begins(path)
+    return "with zero bytes: not text, or UTF-16 without a mark" if b"\0" in first and not encoding else None
 
 def find(data):
-    """(folder, files) for data="python" or a path. Hidden files and those with a zero byte are not text."""
+    """Folder, files and what was left out, for data="python" or a path."""
     if data == "python":
         root = Path(sysconfig.get_paths()["stdlib"])
-        return root, [p for p in walk(root, NOT_LIBRARY.__contains__) if p.suffix == ".py"]
-    path = Path(data).expanduser()
-    if not path.exists():
-        raise ValueError(f"--data={data} does not exist: name a text file, a folder of text, or python")
+        skip = lambda path: path.name in NOT_LIBRARY
+        return root, [path for path in walk(root, skip) if path.suffix == ".py"], []
+    path, left_out = Path(data), []
+    if path.is_file():
+        return path.parent, [path], []
     if not path.is_dir():
-        return path.parent, [path]
-    files = [p for p in walk(path, lambda name: name.startswith(".")) if p.is_file()]
-    return path, [p for p in files if b"\0" not in p.open("rb").read(4096)]
+        raise ValueError(f"--data={data} does not exist: name a text file, a folder of text, or python")
 
+    def skip(path):
+        if reason := unfit(path):
+            left_out.append(f"{path.name} ({reason})")
+        return reason
+    return path, list(walk(path, skip)), left_out
 
-def split(files):
-    """Pieces (path, first byte, end byte) to train on, and to validate with: every 20th file by name, or if
-    there are fewer, the last 5 % of each."""
-    whole = [(p, 0, p.stat().st_size) for p in files]
-    if len(files) >= 20:
+def read(path):
+    """The bytes of a file, CHUNK by CHUNK; those of UTF-8 where a mark says that it is UTF-16 or UTF-32."""
+    encoding = begins(path)[1]
+    with open(path, encoding=encoding, errors="replace", newline="") if encoding else open(path, "rb") as f:
+        while chunk := f.read(CHUNK):
+            yield chunk.encode() if encoding else chunk
+
+def split(sizes):
+    """Pieces (path, first byte, end byte) to train on, and to validate with, of files (path, size): every
+    20th file by name, if they have 2.5 to 10 % of the bytes; else the last 5 % of each file."""
+    whole = [(path, 0, size) for path, size in sizes]
+    if 0.025 <= sum(size for _, size in sizes[19::20]) / sum(size for _, size in sizes) <= 0.1:
         return [piece for i, piece in enumerate(whole) if i % 20 != 19], whole[19::20]
-    return [(p, 0, n * 95 // 100) for p, _, n in whole], [(p, n * 95 // 100, n) for p, _, n in whole]
-
+    return [(path, 0, n * 95 // 100) for path, n in sizes], [(path, n * 95 // 100, n) for path, n in sizes]
 
 def tokens(pieces):
     """The bytes of each piece as uint16 arrays, and EOF behind each."""
     for path, start, end in pieces:
-        with open(path, "rb") as f:
-            f.seek(start)
-            while start < end and (chunk := f.read(min(CHUNK, end - start))):
-                yield np.frombuffer(chunk, dtype=np.uint8).astype(np.uint16)
-                start += len(chunk)
+        for chunk in read(path):
+            wanted = chunk[max(0, start):max(0, end)]
+            start, end = start - len(chunk), end - len(chunk)
+            yield np.frombuffer(wanted, dtype=np.uint8).astype(np.uint16)
         yield np.array([EOF], dtype=np.uint16)
 
-
 def source(data, data_dir):
-    """The Source for data="python" or a path; builds its two token files below data_dir on first use."""
-    root, files = find(data)
-    stats = [(str(p.relative_to(root)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    if not sum(size for _, size, _ in stats):
-        raise ValueError(f"--data={data} holds no text: name a text file or a folder of text")
+    """The Source for data="python" or a path. Builds its two token files below data_dir on first use, and
+    deletes those of the same text as it was before."""
+    root, files, left_out = find(data)
+    sizes, key = [], hashlib.sha256()
+    for path in files:
+        sizes.append((path, 0))
+        for chunk in read(path):
+            key.update(chunk)
+            sizes[-1] = path, sizes[-1][1] + len(chunk)
+        key.update(repr((str(path.relative_to(root)), sizes[-1][1])).encode(errors="surrogateescape"))
+    left_out = left_out and f"; left out: {', '.join(left_out[:9])}{', ...' * (len(left_out) > 9)}"
+    if not sum(size for _, size in sizes):
+        raise ValueError(f"--data={data} holds no text: name a text file or a folder of text{left_out or ''}")
     name = f"python-{platform.python_version()}" if data == "python" else Path(data).resolve().name
-    stamp = hashlib.sha256(repr((root.resolve(), stats)).encode(errors="surrogateescape")).hexdigest()
-    name = f"{name}-{stamp[:8]}"   # other text, other name
-    train, val = Path(data_dir) / name / "train.bin", Path(data_dir) / name / "val.bin"
+    folder = Path(data_dir) / f"{name}-{key.hexdigest()[:8]}"   # other text, other name
+    train, val = folder / "train.bin", folder / "val.bin"
+    folder.mkdir(parents=True, exist_ok=True)
     if not (train.exists() and val.exists()):
-        train.parent.mkdir(parents=True, exist_ok=True)
-        n = [write_tokens(path, tokens(pieces)) for path, pieces in zip((train, val), split(files))]
-        print(f"built {train.parent} from {len(files):,} files: {n[0]:,} tokens, {n[1]:,} of validation")
-    return Source(lambda i: train if i == 0 else None, val, name, VOCAB_SIZE, tokenizer="bytes")
-
+        with open(Path(data_dir) / "lock", "a") as file:
+            lock(file, wait=True)
+            remove(*Path(data_dir).glob("*/*.bin.tmp"))   # of a process that was killed while it built
+            n = [write_tokens(path, tokens(pieces)) for path, pieces in zip((train, val), split(sizes))]
+            print(f"built {folder} from {len(files):,} files: {n[0]:,} tokens, {n[1]:,} of validation"
+                  + (left_out or ""))
+            for old in set(folder.parent.glob(f"{escape(name)}-{'[0-9a-f]' * 8}")) - {folder}:
+                remove(old / "train.bin", old / "val.bin")   # a run that has them open keeps them
+                with suppress(OSError):
+                    old.rmdir()
+    held = read_tokens(train)
+    return Source(lambda i: held if i == 0 else None, val, folder.name, VOCAB_SIZE, tokenizer="bytes")
 
 def encode(text):
     """Tokens of a text (str or bytes); what Python could not decode in an argument becomes its bytes
     again."""
     return list(text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text)
-
 
 def decode(tokens):
     """The bytes of tokens; EOF has none."""

@@ -9,31 +9,29 @@ from typing import Callable, NamedTuple
 import numpy as np
 import torch
 
-MAGIC, VERSION, HEADER = 20240520, 1, 256 * 4
+from data.system import replacing
 
+MAGIC, VERSION, HEADER = 20240520, 1, 256 * 4
 
 class Source(NamedTuple):
     """What a data source offers."""
-    train: Callable  # shard number -> path of that training file, or None past the last one
+    train: Callable  # shard number -> tokens of that training file, or None past the last one
     val: Path  # file of validation tokens
     name: str  # of exactly these tokens: other text has another name
     vocab_size: int  # rows that an embedding needs: token ids are below this
     tokenizer: str  # how ids become text
 
-
 def write_tokens(path, chunks):
     """Write uint16 arrays to one token file, whose name appears when it is complete. Returns its length."""
-    part, n = Path(f"{path}.part{os.getpid()}"), 0
-    with open(part, "wb") as f:
+    n = 0
+    with replacing(path) as f:
         f.write(bytes(HEADER))
         for chunk in chunks:
             f.write(chunk.astype("<u2").tobytes())
             n += len(chunk)
         f.seek(0)
         f.write(np.array([MAGIC, VERSION, n], dtype="<i4").tobytes())
-    os.replace(part, path)
     return n
-
 
 def count_tokens(path):
     """Number of tokens that the header of a file promises. ValueError if it is not that of a token file."""
@@ -42,7 +40,6 @@ def count_tokens(path):
         raise ValueError(f"{path} is not a token file: it lacks magic {MAGIC}, version {VERSION}, a count")
     return int(header[2])
 
-
 def read_tokens(path):
     """The tokens of a file, a uint16 array that stays on disk. ValueError if it is not a whole token file."""
     n, size = count_tokens(path), os.path.getsize(path)
@@ -50,13 +47,11 @@ def read_tokens(path):
         raise ValueError(f"{path} is damaged: it has {size} bytes, but {n} tokens make {HEADER + 2 * n}")
     return np.memmap(path, dtype="<u2", mode="r", offset=HEADER, shape=n) if n else np.zeros(0, dtype="<u2")
 
-
 def batch(windows, device):
     """Inputs and targets (B, T), int64, from windows (B, T + 1): targets are inputs shifted by one."""
     if device.type == "cuda":   # pinned, so that the copy overlaps with what the device is doing
         windows = windows.pin_memory().to(device, non_blocking=True)
     return windows[:, :-1].to(device), windows[:, 1:].to(device)
-
 
 class Reader:
     """Endless batches of B rows of T tokens, shard after shard, a shard's windows in a seeded random order.
@@ -76,16 +71,17 @@ class Reader:
     def open(self):
         """Open the shard of the current position; behind the last one, begin the next epoch."""
         s = self.state
-        path = self.shard(s["shard"])
-        if path is None:
+        self.tokens = None   # Windows cannot delete a file that is mapped, and a shard may go now
+        tokens = self.shard(s["shard"])
+        if tokens is None:
             if self.barren:
                 raise ValueError(f"the training data has no {self.T + 1} tokens in a row: give more text, or "
                                  f"a --block_size below {self.T}")
             self.barren = True
             s.update(epoch=s["epoch"] + 1, shard=0, window=0)
             print(f"the data has been read to its end: epoch {s['epoch'] + 1} begins", flush=True)
-            path = self.shard(0)
-        self.tokens = read_tokens(path)
+            tokens = self.shard(0)
+        self.tokens = tokens
         n = max(0, (len(self.tokens) - 1) // self.T)
         self.order = np.random.default_rng((self.seed, s["epoch"], s["shard"])).permutation(n)
         self.barren = self.barren and n == 0
@@ -103,7 +99,6 @@ class Reader:
                 windows[i % self.B] = torch.from_numpy(window)
             s["window"] += 1
         return batch(windows, self.device)
-
 
 def val_batches(path, B, T, n, device):
     """Up to n rows in batches of B, spread evenly over a validation file, the same ones every time."""

@@ -1,0 +1,74 @@
+"""For programs that work for hours on somebody's machine: quiet threads, streams, locks, replaced files."""
+import os
+import signal
+import sys
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tqdm import tqdm
+
+try:
+    import fcntl
+except ImportError:   # Windows
+    fcntl = None
+
+def prepare():
+    """What a script does before it imports torch."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)   # Ctrl-C meanwhile: leave, without a traceback
+    # Threads that wait for each other shall sleep soon. By default they spin so long that tiny models train
+    # many times slower as soon as another process needs a core.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")   # GNU's OpenMP, PyTorch's on Linux: turns of a loop
+        os.environ.setdefault("KMP_BLOCKTIME", "0")   # LLVM's and Intel's, elsewhere: milliseconds
+    for name in ("stdin", "stdout", "stderr"):   # where one is closed, the next file would take its number
+        if getattr(sys, name) is None:
+            mute(name)
+
+def mute(name):
+    """From now on, this standard stream is the null device."""
+    number = ("stdin", "stdout", "stderr").index(name)
+    stream = open(os.devnull, "w" if number else "r")
+    os.dup2(stream.fileno(), number)
+    setattr(sys, name, stream)
+
+def lock(file, wait=False):
+    """Whether this process has the lock of an open file now. It ends with the file or the process. Where
+    there are no locks, as on Windows and some network disks, all have it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if wait:
+            tqdm.write(f"waiting for another process, which holds {file.name}", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        return wait
+    except (OSError, AttributeError):
+        pass
+    return True
+
+def remove(*paths):
+    """Delete files, as far as that is possible now: Windows keeps what a process has open."""
+    for path in paths:
+        with suppress(OSError):
+            Path(path).unlink()
+
+@contextmanager
+def replacing(path):
+    """A binary file to write, which takes the place of path when it is complete. Whatever happens, path is
+    whole, the old one or the new one. What goes wrong with it is an OSError that names path."""
+    beside = f"{path}.tmp"
+    try:
+        with open(beside, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException as error:
+        remove(beside)
+        if isinstance(error, OSError) and error.filename in (None, beside):
+            raise cannot_write(path, error) from None
+        raise
+
+def cannot_write(path, error, place="place"):
+    """The OSError for a file that could not be written, in words that name it."""
+    reason = error.strerror or error
+    return OSError(f"{path} cannot be written ({reason}): make room, or choose another {place}")
