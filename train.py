@@ -250,8 +250,7 @@ def write_record(log, record):
         raise cannot_write(log.name, error) from None
 
 def train(run, log):
-    """Step until max_steps or Ctrl-C; log, evaluate (each process on all rows) and save on the way. Where
-    output or log cannot be written any more, save and raise what was wrong."""
+    """Step until max_steps or Ctrl-C; log, evaluate (each process on all rows) and save on the way."""
     tc, stop, halt, losses, clock = run.tc, [], False, [], time.perf_counter()
     val = val_batches(run.source.val, tc.batch_size, run.config.block_size, tc.eval_rows, run.device)
     keep = {int(s) for s in tc.keep_steps.split(",") if s}
@@ -260,7 +259,7 @@ def train(run, log):
         try:
             write_record(log, {"step": run.step, **numbers})
             print(line, flush=True)
-        except OSError as error:   # a closed pipe or terminal, a full disk
+        except OSError as error:   # a closed pipe or terminal, a full disk: save, and raise it in the end
             stop.append(error)
 
     before = catch_signals(run, stop)
@@ -298,9 +297,8 @@ def train(run, log):
             losses, clock = [], time.perf_counter()   # evaluating and saving are not part of the steps
     for signum, handler in before.items():
         signal.signal(signum, handler)
-    for error in stop:
-        if isinstance(error, OSError):
-            raise error
+    for error in (error for error in stop if isinstance(error, OSError)):
+        raise error
 
 @torch.no_grad()
 def evaluate(model, batches, dtype):

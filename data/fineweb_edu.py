@@ -5,7 +5,6 @@ Training needs no tokenizer, for the shards hold ids already. Only text does: ti
 import hashlib
 import os
 import re
-import sys
 import threading
 import time
 from functools import partial
@@ -18,7 +17,7 @@ from requests.packages.urllib3.exceptions import HTTPError
 from tqdm import tqdm
 
 from data.shards import HEADER, MAGIC, VERSION, Source, count_tokens, read_tokens
-from data.system import cannot_write, lock, remove
+from data.system import cannot_write, lock, remove, say
 
 # --data -> dataset on the Hugging Face hub, and how the names of its files begin.
 SETS = {"fineweb_edu": ("karpathy/fineweb-edu-100B-gpt2-token-shards", "edu_fineweb"),
@@ -57,17 +56,17 @@ class Fetch(threading.Thread):
         self.start()
 
     def wait(self):
-        """The path, or None where the server has no such file. Raises what went wrong. Meanwhile a bar, or
-        where there is no terminal a line every half a minute, from one of several processes."""
-        quiet, said = os.environ.get("LOCAL_RANK", "0") != "0", time.monotonic()
-        with tqdm(desc=self.path.name, unit="B", unit_scale=True, delay=0.5, disable=quiet or None) as bar:
+        """The path, or None where the server has no such file. Raises what went wrong. Meanwhile a bar; where
+        there is no terminal, a line now and then."""
+        others, said = os.environ.get("LOCAL_RANK", "0") != "0", time.monotonic()
+        with tqdm(desc=self.path.name, unit="B", unit_scale=True, delay=0.5, disable=others or None) as bar:
             while self.is_alive():
                 self.join(0.1)
                 bar.total = self.total
                 bar.update(self.have() - bar.n)
-                if bar.disable and not quiet and time.monotonic() > said + EVERY:
+                if bar.disable and time.monotonic() > said + EVERY:
                     said = time.monotonic()
-                    print(f"{self.path.name}: {self.have()} of {self.total or '?'} bytes", file=sys.stderr)
+                    say(f"{self.path.name}: {self.have()} of {self.total or '?'} bytes")
         if self.error:
             raise self.error
         if self.missing:
@@ -120,7 +119,8 @@ class Fetch(threading.Thread):
                 # A try that got a chunk further than any before it begins the count anew.
                 moved = self.have() >= most + CHUNK
                 failures, most = 1 if moved else failures + 1, max(most, self.have())
-                status, reason = status_of(error), why(error, self.url)
+                answer, reason = getattr(error, "response", None), why(error, self.url)
+                status = None if answer is None else answer.status_code
                 if status == 404:
                     self.missing = True
                     return
@@ -129,9 +129,9 @@ class Fetch(threading.Thread):
                 # Before any server has answered, proxy and certificates may never have been right.
                 if failures == TRIES or lasting or isinstance(error, (ProxyError, SSLError)) and not self.met:
                     raise self.lost(reason) from None
-                after = number(error.response.headers.get("Retry-After", "")) if status else None
+                after = number(answer.headers.get("Retry-After", "")) if status else None
                 pause = 2 ** (failures - 1) if after is None else min(after, LONGEST_WAIT)
-                tqdm.write(f"{self.path.name}: {reason}; trying again in {pause} s", file=sys.stderr)
+                say(f"{self.path.name}: {reason}; trying again in {pause} s")
                 time.sleep(pause)
 
     def request(self):
@@ -227,22 +227,18 @@ def number(text):
     """The whole number that a header holds, or None."""
     return int(text) if re.fullmatch(r"[0-9]{1,15}", text) else None
 
-def status_of(error):
-    """The status of the answer that an error is about, or None."""
-    return getattr(getattr(error, "response", None), "status_code", None)
-
 def why(error, url):
     """What went wrong with a url, in a few words."""
     text = shown(re.sub(r".*[:>] ", "", str(error)).strip("')\" "))   # the innermost of a chain of causes
     proxy = shown(requests.utils.select_proxy(url, requests.utils.get_environ_proxies(url)) or "")
-    if isinstance(error, ProxyError) or proxy and isinstance(error, ValueError):
+    if proxy and isinstance(error, (ProxyError, ValueError)):
         text = f"proxy {proxy}, see HTTP_PROXY and HTTPS_PROXY: {text}"
     elif isinstance(error, SSLError):
         text = f"its certificate: {text}; REQUESTS_CA_BUNDLE can name a file of those to trust"
     elif isinstance(error, requests.TooManyRedirects):
         text = "too many redirects"
-    elif status := status_of(error):
-        text = f"status {status}" + f" of proxy {proxy}" * (status == 407)
+    elif getattr(error, "response", None) is not None:
+        text = f"status {error.response.status_code}"
     elif "timed out" in str(error):
         text = "no answer in time"
     elif isinstance(error, HTTPError):

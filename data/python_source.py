@@ -39,14 +39,14 @@ def begins(path):
 
 def unfit(path):
     """Why a file or folder below a folder of text is left out; None if it is not."""
-    if path.name.startswith(".") or path.name == "log.jsonl":
-        return "hidden" if path.name != "log.jsonl" else "written by train.py"
+    if path.name.startswith(".") or path.name in ("log.jsonl", "lock"):
+        return "hidden" if path.name.startswith(".") else "written by train.py"
     if path.is_dir():
         return "a link" if path.is_symlink() else None
     if not path.is_file():
         return "no file"
     first, encoding = begins(path)
-    return "with zero bytes: not text, or UTF-16 without a mark" if b"\0" in first and not encoding else None
+    return "zero bytes: no text, or UTF-16 without a mark" if b"\0" in first and not encoding else None
 
 def find(data):
     """Folder, files and what was left out, for data="python" or a path."""
@@ -101,9 +101,10 @@ def source(data, data_dir):
             key.update(chunk)
             sizes[-1] = path, sizes[-1][1] + len(chunk)
         key.update(repr((str(path.relative_to(root)), sizes[-1][1])).encode(errors="surrogateescape"))
-    left_out = left_out and f"; left out: {', '.join(left_out[:9])}{', ...' * (len(left_out) > 9)}"
+    left = f"; left out {len(left_out):,}: {', '.join(left_out[:9])}{', ...' * (len(left_out) > 9)}"
+    left *= bool(left_out)
     if not sum(size for _, size in sizes):
-        raise ValueError(f"--data={data} holds no text: name a text file or a folder of text{left_out or ''}")
+        raise ValueError(f"--data={data} holds no text: name a text file or a folder of text{left}")
     name = f"python-{platform.python_version()}" if data == "python" else Path(data).resolve().name
     folder = Path(data_dir) / f"{name}-{key.hexdigest()[:8]}"   # other text, other name
     train, val = folder / "train.bin", folder / "val.bin"
@@ -113,8 +114,7 @@ def source(data, data_dir):
             lock(file, wait=True)
             remove(*Path(data_dir).glob("*/*.bin.tmp"))   # of a process that was killed while it built
             n = [write_tokens(path, tokens(pieces)) for path, pieces in zip((train, val), split(sizes))]
-            print(f"built {folder} from {len(files):,} files: {n[0]:,} tokens, {n[1]:,} of validation"
-                  + (left_out or ""))
+            print(f"built {folder} from {len(files):,} files: {n[0]:,} tokens, {n[1]:,} of validation{left}")
             for old in set(folder.parent.glob(f"{escape(name)}-{'[0-9a-f]' * 8}")) - {folder}:
                 remove(old / "train.bin", old / "val.bin")   # a run that has them open keeps them
                 with suppress(OSError):

@@ -14,7 +14,8 @@ except ImportError:   # Windows
 
 def prepare():
     """What a script does before it imports torch."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)   # Ctrl-C meanwhile: leave, without a traceback
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)   # Ctrl-C meanwhile: leave, without a traceback
     # Threads that wait for each other shall sleep soon. By default they spin so long that tiny models train
     # many times slower as soon as another process needs a core.
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -31,6 +32,12 @@ def mute(name):
     os.dup2(stream.fileno(), number)
     setattr(sys, name, stream)
 
+def say(text):
+    """A line on stderr, from one of several processes, if anybody is left to read it."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        with suppress(OSError):
+            tqdm.write(text, file=sys.stderr)
+
 def lock(file, wait=False):
     """Whether this process has the lock of an open file now. It ends with the file or the process. Where
     there are no locks, as on Windows and some network disks, all have it."""
@@ -38,7 +45,7 @@ def lock(file, wait=False):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         if wait:
-            tqdm.write(f"waiting for another process, which holds {file.name}", file=sys.stderr)
+            say(f"waiting for another process, which holds {file.name}")
             fcntl.flock(file, fcntl.LOCK_EX)
         return wait
     except (OSError, AttributeError):
