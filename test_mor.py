@@ -30,6 +30,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")   # see system.prepare
 import numpy as np
 import pytest
 import torch
+from torch._inductor.exc import GPUTooOldForTriton, InductorError, TritonMissing
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -986,15 +987,18 @@ def test_parse():
     ("--out_dir=empty.txt", "empty.txt"), ("--model=huge", "'huge'"), ("tiny", "tiny"),
     ("--out_dir=", "out_dir="), ("--batch_size=1e18", "memory"), ("--keep_shards=1", "keep_shards=1"),
     ("--batch_tokens=1000", "multiple of 1024"), ("--flops=1", "less than one"), ("--flops=-1", "flops="),
-    ("--batch_size=1e12", "memory"), ("--sharing=sequence", "sharing=sequence"), ("--seed=1e30", "seed=")])
+    ("--batch_size=1e12", "memory"), ("--sharing=sequence", "sharing=sequence"), ("--seed=1e30", "seed="),
+    ("--n_rec=1e9", "at most 64"), ("--n_layer=1e6", "at most 1000"), ("--alpha=1e39", "alpha=1e+39"),
+    ("--batch_tokens=1e30", "batch_tokens="), ("--keep_steps=5,9999", "1 to 2200"), ("--device=mps", "mps"),
+    ("--data=~nobody_here/x.txt", "nobody_here"), ("--resume=", "--resume= is empty")])
 def test_bad_input(option, words, tmp_path, monkeypatch, capsys):
     """One line that names the value, exit code 2, and nothing written."""
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").touch(), Path("short.txt").write_text("too short"), Path("hollow").mkdir()
     torch.save({"weights": torch.zeros(3)}, "foreign.pt")
     argv = ["--device=cpu", "--data_dir=d", option] if "=" in option else [option]
-    assert words in refusal(train.main, argv, capsys)
-    assert not list(tmp_path.rglob("ckpt.pt"))
+    err = refusal(train.main, argv, capsys)
+    assert words in err and len(err) < 400 and not list(tmp_path.rglob("ckpt.pt"))
 
 def test_help(capsys):
     """--help shows every option with its comment and default."""
@@ -1924,7 +1928,7 @@ def script(*argv, shell="exec {}", env={}, **options):
 
 def test_before_torch(tmp_path):
     """Before torch is imported, its threads are told to spin shortly, if the user has not said otherwise;
-    Ctrl-C then leaves without a traceback; a stream that was closed cannot become another file."""
+    Ctrl-C then leaves without a traceback; a file cannot take the place of a stream that was closed."""
     (tmp_path / "torch.py").write_text(
         "import os, signal\nprint([os.environ.get(name) for name in ('GOMP_SPINCOUNT', 'KMP_BLOCKTIME')], "
         "open('x', 'w').fileno(), flush=True)\nos.kill(os.getpid(), signal.SIGINT)\n")
@@ -1932,7 +1936,7 @@ def test_before_torch(tmp_path):
     runs = [(name, {}, "['1000', '0']") for name in ("train.py", "sample.py", "bench.py")]
     runs += [("train.py", {"GOMP_SPINCOUNT": "5"}, "['5', '0']"),
              ("train.py", {"OMP_WAIT_POLICY": "PASSIVE"}, "[None, None]")]
-    shell = "for n in GOMP_SPINCOUNT KMP_BLOCKTIME; do [ \"${{!n}}\" ] || unset $n; done; exec {} <&- 2>&-"
+    shell = "for n in GOMP_SPINCOUNT KMP_BLOCKTIME; do [ \"${{!n}}\" ] || unset $n; done; exec {} <&-"
     for run, words in [(script(name, shell=shell, env={**unset, **env}, cwd=tmp_path), words)
                        for name, env, words in runs]:
         out, err = run.communicate()
@@ -2040,10 +2044,10 @@ def test_changed_text(tmp_path, capsys):
     assert all(set(next(reader)[0].flatten().tolist()) <= set(b"abcd") for _ in range(50))   # into epoch 2
 
 @pytest.mark.parametrize("error", [
-    torch._inductor.exc.TritonMissing(None),
-    torch._inductor.exc.GPUTooOldForTriton(SimpleNamespace(name="GTX 1080", major=6, minor=1), None),
-    torch._inductor.exc.InductorError(RuntimeError("Compiler: cl is not found."), None)], ids=repr)
+    TritonMissing(None), GPUTooOldForTriton(SimpleNamespace(name="GTX 1080", major=6, minor=1), None),
+    InductorError(RuntimeError("Compiler: cl is not found."), None)], ids=repr)
 def test_no_compiler(error, capsys):
+    """What torch.compile lacks is one line that says what to do, whatever its words are."""
     def main(argv):
         raise error
     assert "use --compile=false" in refusal(main, [], capsys)
@@ -2053,13 +2057,15 @@ def test_null_in_log(tmp_path):
     with open(tmp_path / "log", "ab", buffering=0) as log:
         train.write_record(log, {"a": math.nan, "b": [1.0, math.inf], "c": -math.inf})
     assert (tmp_path / "log").read_text() == '{"a": null, "b": [1.0, null], "c": null}\n'
+    with open("/dev/full", "ab", buffering=0) as log, pytest.raises(OSError, match="/dev/full cannot be"):
+        train.write_record(log, {})
     model = build(router="token", balance="loss_free")
     with torch.no_grad():
         model.router.score.layers[0].weight.mul_(1e30)
     health = model(ids(2, 8))[2].health
     assert 0 <= health["entropy"] < 2
 
-def test_disk_full_elsewhere(go, capsys):
+def test_disk_full_elsewhere(go, capsys, monkeypatch):
     """Page, checkpoint and log: one line names the file, and the old one is whole."""
     go("--max_steps=2")
     Path("page.html").write_text("old")
@@ -2073,6 +2079,10 @@ def test_disk_full_elsewhere(go, capsys):
             assert f"{name}" in (err := refusal(main, argv, capsys)) and "cannot be written (" in err
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(sys, "stdout", open("/dev/full", "w"))
+        go("--out_dir=c", "--max_steps=9", "--log_interval=3")
+    assert torch.load("c/ckpt.pt", weights_only=True)["step"] == 2
     assert Path("page.html").read_text() == "old" and same(before, weights("out/ckpt.pt"))
     assert not list(Path().rglob("*.tmp")) and not Path("b/ckpt.pt").exists()
 
