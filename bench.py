@@ -35,6 +35,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import count, product
 from pathlib import Path
+from threading import Event
 from typing import Literal
 
 import torch
@@ -458,9 +459,10 @@ def study(bench):
             | {f"{name}, lower rate": f"{runs[name]} {steps} {rate}"
                for name in ("plain", "recursive, middle_cycle", "MoR, expert", "MoR, token", "MoR, random")})
 
-def trained(argv, out, threads, at_work):
+def trained(argv, out, threads, at_work, stopped):
     """Have `python train.py argv` fill the folder out: from the start, from where it stopped, or not at all
-    if it is complete. Returns settings and last evaluation. The process is added to the list at_work."""
+    if it is complete. Returns settings and last evaluation. The process is added to the list at_work, and
+    ends at once if the event stopped is set."""
     log, argv = out / "log.jsonl", [*argv, f"--out_dir={out}"]
     lines = log.read_text().splitlines() if log.exists() else []
     require(not lines or json.loads(lines[0])["argv"] == argv,
@@ -472,6 +474,8 @@ def trained(argv, out, threads, at_work):
                                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                                env={**os.environ, "OMP_NUM_THREADS": threads})
         at_work.append(run)
+        if stopped.is_set():
+            run.terminate()
         last = run.communicate()[1].strip().rpartition("\n")[2]
         require(run.returncode == 0, f"train.py {' '.join(argv)} ended with: {last}")
         lines = log.read_text().splitlines()
@@ -481,14 +485,15 @@ def train_all(argvs, device):
     """Results of all trainings, by key. On a CPU each has one core: tiny models gain little from a second."""
     workers = torch.get_num_threads() if device.type == "cpu" else 1
     threads = "1" if workers > 1 else str(torch.get_num_threads())
-    at_work = []
+    at_work, stopped = [], Event()
     with ThreadPoolExecutor(workers) as pool:
-        jobs = {key: pool.submit(trained, *job, threads, at_work) for key, job in argvs.items()}
+        jobs = {key: pool.submit(trained, *job, threads, at_work, stopped) for key, job in argvs.items()}
         try:
             for job in tqdm(as_completed(jobs.values()), "quality", len(jobs), disable=None):
                 settings, last = job.result()
                 tqdm.write(f"{settings['out_dir']}: causal loss {last['val_causal']:.4f}", file=sys.stderr)
         except BaseException:   # those at work save what they have
+            stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
             for run in at_work:
                 run.terminate()

@@ -123,7 +123,7 @@ def columns(char):
 
 def harmless(char):
     """The character itself, but for those that steer a terminal, turn the direction of text, or are none."""
-    steers = unicodedata.category(char) in ("Cc", "Cn", "Cs") and char not in "\t\n"
+    steers = unicodedata.category(char) == "Cc" and char not in "\t\n" or char in "\ufffe\uffff"
     turns = unicodedata.bidirectional(char) in ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
     return "\N{REPLACEMENT CHARACTER}" if steers or turns else char
 

@@ -225,33 +225,34 @@ class Run:
 def catch_signals(run, stop):
     """Have Ctrl-C, SIGTERM and the SIGHUP of a terminal that closes append to stop instead of ending the
     process. Returns the handlers before."""
-    hangup = getattr(signal, "SIGHUP", signal.SIGTERM)   # Windows has none
-
     def ask(signum, frame):
         # Asked twice: leave at once; the last checkpoint is whole. But one closing terminal asks twice.
-        signal.signal(signum, signal.SIG_IGN if signal.Signals(signum).name == "SIGHUP" else signal.SIG_DFL)
+        signal.signal(signum, signal.SIG_DFL if signum in (signal.SIGINT, signal.SIGTERM) else signal.SIG_IGN)
         stop.append(signum)
         if run.rank == 0:
             with suppress(OSError):   # nobody may be left to read it
                 os.write(2, b"finishing this step, then saving; once more to leave without\n")
         if run.reading:   # a wait for data may be long; else the step is finished first
             raise KeyboardInterrupt
-    signals = {signal.SIGINT, signal.SIGTERM, hangup}
-    if signal.getsignal(hangup) == signal.SIG_IGN:   # as it is below nohup
-        signals.remove(hangup)
-    return {signum: signal.signal(signum, ask) for signum in signals}
+    asks = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    # What is ignored already stays so: nohup ignores SIGHUP.
+    return {s: signal.signal(s, ask) for s in asks if signal.getsignal(s) != signal.SIG_IGN}
 
 def write_record(log, record):
     """Add a line of JSON to log.jsonl, with null for what is no number."""
     record = json.loads(json.dumps(record), parse_constant=lambda name: None)
+    line, end = json.dumps(record).encode() + b"\n", log.seek(0, os.SEEK_END)
     try:
-        log.write(json.dumps(record).encode() + b"\n")
+        if log.write(line) < len(line):   # the disk is full
+            log.truncate(end)
+            raise OSError("no room for a line")
     except OSError as error:
         raise cannot_write(log.name, error) from None
 
 def train(run, log):
     """Step until max_steps or Ctrl-C; log, evaluate (each process on all rows) and save on the way."""
-    tc, stop, halt, losses, clock = run.tc, [], False, [], time.perf_counter()
+    tc, halt, losses, clock = run.tc, False, [], time.perf_counter()
+    stop = []   # why to stop: signals, and errors of output and log
     val = val_batches(run.source.val, tc.batch_size, run.config.block_size, tc.eval_rows, run.device)
     keep = {int(s) for s in tc.keep_steps.split(",") if s}
 
@@ -297,8 +298,9 @@ def train(run, log):
             losses, clock = [], time.perf_counter()   # evaluating and saving are not part of the steps
     for signum, handler in before.items():
         signal.signal(signum, handler)
-    for error in (error for error in stop if isinstance(error, OSError)):
-        raise error
+    failed = [error for error in stop if isinstance(error, OSError)]
+    if failed:
+        raise failed[0]
 
 @torch.no_grad()
 def evaluate(model, batches, dtype):
@@ -354,10 +356,9 @@ def init_distributed(device):
     """Which of how many processes this is: those that torchrun started, one for each GPU; else 0 of 1."""
     if not dist.is_torchelastic_launched():
         return 0, 1
-    if not dist.is_initialized() and device.type == "cuda":   # nccl for gradients, gloo for `any_process`
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    elif not dist.is_initialized():
-        dist.init_process_group("gloo")
+    if not dist.is_initialized():   # nccl for gradients, gloo for `any_process`
+        cuda = device.type == "cuda"
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", device_id=device if cuda else None)
     return dist.get_rank(), dist.get_world_size()
 
 def any_process(flag, world):
@@ -381,8 +382,6 @@ def load_checkpoint(path):
         TrainConfig(**checkpoint["train_config"])
         parts = {"step", "optimizer", "reader", "rng", "data", "tokenizer"}
         require(parts <= set(checkpoint), "parts of it are missing")
-    except OSError:
-        raise
     except Exception as error:
         reason = f"{type(error).__name__}: {brief(error)}"
         raise ValueError(f"{path} is not a checkpoint of this project ({reason})") from None
@@ -393,8 +392,8 @@ def save_checkpoint(path, state):
     with replacing(path) as f:
         try:
             torch.save(state, f)
-        except RuntimeError as error:   # what torch makes of a full disk
-            raise OSError(brief(error)) from None
+        except RuntimeError as error:   # hides the OSError of a full disk
+            raise error.__context__ or error from None
 
 # ---- What a run is: command line over checkpoint, or over machine and recipe -------------------------------
 
@@ -523,7 +522,7 @@ def guarded(main):
         code = main(sys.argv[1:])
         if dist.is_initialized():
             dist.destroy_process_group()
-        print(end="", flush=True)
+        sys.stdout.flush()   # a closed pipe shows here at last
         sys.exit(code)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -533,14 +532,13 @@ def guarded(main):
         sys.exit(141)
     except (ValueError, OSError) as error:
         fail(error)
-    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
-        memory = re.search("out of memory|allocate memory|[Oo]verflow|too large", str(error))
-        if isinstance(error, MemoryError) or memory:
+    except Exception as error:
+        if re.search("MemoryError|out of memory|allocate memory|[Oo]verflow|too large", repr(error)):
             fail("out of memory: choose a smaller model, --batch_size (--batch_tokens keeps the step), "
                  "--block_size or --slots")
-        if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
-            raise
-        fail(f"torch.compile did not work ({brief(error)}): use --compile=false")
+        if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
+            fail(f"torch.compile did not work ({brief(error)}): use --compile=false")
+        raise
 
 def integer(text):
     if not float(text).is_integer():
@@ -580,7 +578,6 @@ def main(argv):
     rank, world = init_distributed(pick_device(given.get("device", "auto")))
     if rank:   # one process speaks, and writes
         sys.stdout = open(os.devnull, "w")
-    require(given.get("resume", "out"), "--resume= is empty: name a checkpoint, or a folder with a ckpt.pt")
     checkpoint = load_checkpoint(given["resume"]) if "resume" in given else None
     config, tc = settle(given, checkpoint, world)
     device = pick_device(tc.device)
@@ -589,7 +586,8 @@ def main(argv):
     Path(tc.out_dir).mkdir(parents=True, exist_ok=True)
     with open(os.devnull if rank else Path(tc.out_dir) / "log.jsonl", "ab", buffering=0) as log:
         require(rank or lock(log), f"another run is at work in {tc.out_dir}: choose another --out_dir")
-        remove(*Path(tc.out_dir).glob("*.pt.tmp"))   # of a run that was killed while it saved
+        if rank == 0:
+            remove(*Path(tc.out_dir).glob("*.pt.tmp"))   # of a run that was killed while it saved
         check_out_dir(tc, checkpoint)
         source = find_source(tc)
         if "vocab_size" not in given and not checkpoint:

@@ -7,13 +7,11 @@ import os
 import re
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import requests
-from requests.exceptions import ProxyError, SSLError
-from requests.packages.urllib3.exceptions import HTTPError
+from requests.exceptions import ChunkedEncodingError, ProxyError, SSLError
 from tqdm import tqdm
 
 from data.shards import HEADER, MAGIC, VERSION, Source, count_tokens, read_tokens
@@ -30,15 +28,7 @@ START = np.array([MAGIC, VERSION], dtype="<i4").tobytes()   # of every token fil
 CHUNK = 1 << 16   # bytes read at a time
 TRIES = 8   # failures in a row before a fetch gives up, with 1, 2, 4, ... seconds in between
 LONGEST_WAIT = 300   # seconds that a server can ask for
-SLOWEST = 60   # seconds for CHUNK bytes
 EVERY = 30   # seconds from line to line where a bar would be no use
-
-class Session(requests.Session):
-    """Where a redirect leads to another host, that host gets no token. requests would give it, or give the
-    same host in place of the token, what ~/.netrc holds."""
-    def rebuild_auth(self, request, answer):
-        if self.should_strip_auth(answer.request.url, request.url):
-            request.headers.pop("Authorization", None)
 
 class Fetch(threading.Thread):
     """One token file on its way from url to path, in the background; with a limit, only its first tokens.
@@ -46,7 +36,7 @@ class Fetch(threading.Thread):
     What has come lies in a part, a file named after the version (ETag) that it is of; the next try, or run,
     goes on from its end. The final name appears when magic, version, count and size agree.
     """
-    met = False   # has any server answered this process?
+    met = False   # whether a server has answered this process: then proxy and certificates are right
 
     def __init__(self, url, path, limit=None):
         super().__init__(daemon=True)   # a run that ends does not wait for it
@@ -55,11 +45,11 @@ class Fetch(threading.Thread):
         self.missing = False   # the server has no such file
         self.start()
 
-    def wait(self):
-        """The path, or None where the server has no such file. Raises what went wrong. Meanwhile a bar; where
-        there is no terminal, a line now and then."""
-        others, said = os.environ.get("LOCAL_RANK", "0") != "0", time.monotonic()
-        with tqdm(desc=self.path.name, unit="B", unit_scale=True, delay=0.5, disable=others or None) as bar:
+    def wait(self, needed=True):
+        """The path; where the server has no such file and it is not needed, None. Raises what went wrong.
+        Meanwhile a bar; where there is no terminal, a line now and then."""
+        silent, said = os.environ.get("LOCAL_RANK", "0") != "0", time.monotonic()
+        with tqdm(desc=self.path.name, unit="B", unit_scale=True, delay=0.5, disable=silent or None) as bar:
             while self.is_alive():
                 self.join(0.1)
                 bar.total = self.total
@@ -69,12 +59,11 @@ class Fetch(threading.Thread):
                     say(f"{self.path.name}: {self.have()} of {self.total or '?'} bytes")
         if self.error:
             raise self.error
+        if self.missing and needed:
+            raise ValueError(f"{shown(self.url)} does not exist (status 404): check HF_ENDPOINT and HF_TOKEN")
         if self.missing:
             return None
-        try:
-            check(self.path)
-        except ValueError as error:
-            raise ValueError(f"{error}; delete it, and it is fetched again") from None
+        check(self.path)
         return self.path
 
     def part(self):
@@ -96,18 +85,10 @@ class Fetch(threading.Thread):
                     lock(file, wait=True)   # no two processes write the same part
                     self.fetch()
         except OSError as error:
-            if error.errno:
-                error = cannot_write(self.path, error, "--data_dir")
-                self.error = OSError(f"{error}; --keep_shards=2 bounds what is kept")
-            else:   # requests found no file of certificates
-                self.error = self.lost(f"{error}, see REQUESTS_CA_BUNDLE")
+            error = cannot_write(self.path, error, "--data_dir")
+            self.error = OSError(f"{error}; --keep_shards=2 bounds what is kept")
         except Exception as error:   # for the thread that waits
             self.error = error
-
-    def lost(self, reason):
-        """The ValueError for a file that cannot be had."""
-        return ValueError(f"{shown(self.url)} cannot be had ({reason}): check the network, HF_ENDPOINT and "
-                          "HF_TOKEN; --data=python needs no network")
 
     def fetch(self):
         """Try until the file is there, or there is none, or it is clear that it cannot be had."""
@@ -115,7 +96,9 @@ class Fetch(threading.Thread):
         while not self.path.exists():
             try:
                 self.request()
-            except (requests.RequestException, HTTPError) as error:
+            except OSError as error:
+                if error.errno:   # of the disk: those of requests have no number
+                    raise
                 # A try that got a chunk further than any before it begins the count anew.
                 moved = self.have() >= most + CHUNK
                 failures, most = 1 if moved else failures + 1, max(most, self.have())
@@ -126,9 +109,10 @@ class Fetch(threading.Thread):
                     return
                 lasting = isinstance(error, (ValueError, requests.TooManyRedirects)) or (
                     status and 400 <= status < 500 and status not in (408, 416, 425, 429))
-                # Before any server has answered, proxy and certificates may never have been right.
-                if failures == TRIES or lasting or isinstance(error, (ProxyError, SSLError)) and not self.met:
-                    raise self.lost(reason) from None
+                setting = isinstance(error, (ProxyError, SSLError)) or type(error) is OSError
+                if failures == TRIES or lasting or setting and not self.met:
+                    raise ValueError(f"{shown(self.url)} cannot be had ({reason}): check the network, "
+                                     "HF_ENDPOINT and HF_TOKEN; --data=python needs no network") from None
                 after = number(answer.headers.get("Retry-After", "")) if status else None
                 pause = 2 ** (failures - 1) if after is None else min(after, LONGEST_WAIT)
                 say(f"{self.path.name}: {reason}; trying again in {pause} s")
@@ -147,11 +131,10 @@ class Fetch(threading.Thread):
         headers = {"Accept-Encoding": "identity", "Range": f"bytes={have}-"}
         if self.limit:
             headers["Range"] += str(self.wanted() - 1)
-        auth = None   # what ~/.netrc has
         if token := os.environ.get("HF_TOKEN", "").strip():
-            headers["Authorization"] = f"Bearer {token}"
-            auth = lambda request: request   # as it is
-        with Session().get(self.url, headers=headers, auth=auth, stream=True, timeout=(10, 30)) as answer:
+            headers["Authorization"] = f"Bearer {token}"   # requests drops it where another host takes over
+            os.environ["NETRC"] = os.devnull   # or a login of ~/.netrc would replace it
+        with requests.get(self.url, headers=headers, stream=True, timeout=(10, 30)) as answer:
             Fetch.met = True
             if answer.status_code == 416:   # the part is longer than the file
                 part and part.unlink()
@@ -165,13 +148,8 @@ class Fetch(threading.Thread):
                 part.unlink()
             self.total = self.wanted(total)
             with open(name, "ab" if first else "wb") as f:
-                since, mark = time.monotonic(), f.tell()
-                for chunk in iter(partial(answer.raw.read1, CHUNK, decode_content=True), b""):
+                for chunk in answer.iter_content(CHUNK):
                     f.write(chunk)
-                    if f.tell() >= mark + CHUNK:
-                        since, mark = time.monotonic(), f.tell()
-                    elif time.monotonic() > since + SLOWEST:
-                        raise requests.ConnectionError(f"less than {CHUNK} bytes came in {SLOWEST} s")
                     if self.total and f.tell() >= self.total:
                         f.truncate(self.total)
                         break
@@ -216,8 +194,6 @@ class Fetch(threading.Thread):
                     f.write(np.array(self.limit, dtype="<i4").tobytes())
                     os.fsync(f.fileno())
             check(part)
-        except requests.RequestException:
-            raise
         except ValueError as error:
             part.unlink()
             raise ValueError(f"{shown(self.url)} is no shard, beginning with {begins}: {error}") from None
@@ -229,11 +205,12 @@ def number(text):
 
 def why(error, url):
     """What went wrong with a url, in a few words."""
-    text = shown(re.sub(r".*[:>] ", "", str(error)).strip("')\" "))   # the innermost of a chain of causes
+    # The innermost of a chain of causes: "... (Caused by X(<Y object>: [Errno 111] Connection refused'))".
+    text = shown(re.sub(r".*[:>] ", "", str(error)).strip("')\" "))
     proxy = shown(requests.utils.select_proxy(url, requests.utils.get_environ_proxies(url)) or "")
     if proxy and isinstance(error, (ProxyError, ValueError)):
         text = f"proxy {proxy}, see HTTP_PROXY and HTTPS_PROXY: {text}"
-    elif isinstance(error, SSLError):
+    elif isinstance(error, SSLError) or type(error) is OSError:   # requests found no file of certificates
         text = f"its certificate: {text}; REQUESTS_CA_BUNDLE can name a file of those to trust"
     elif isinstance(error, requests.TooManyRedirects):
         text = "too many redirects"
@@ -241,7 +218,7 @@ def why(error, url):
         text = f"status {error.response.status_code}"
     elif "timed out" in str(error):
         text = "no answer in time"
-    elif isinstance(error, HTTPError):
+    elif isinstance(error, ChunkedEncodingError):
         text = "the answer broke off"
     return text
 
@@ -253,7 +230,8 @@ def check(path):
     """ValueError if a file is not whole, or not in GPT-2's vocabulary."""
     tokens = read_tokens(path)
     if len(tokens) and tokens.max() >= VOCAB_SIZE:
-        raise ValueError(f"{path} holds id {tokens.max()}, but the last of GPT-2's is {VOCAB_SIZE - 1}")
+        raise ValueError(f"{path} holds id {tokens.max()}, but the last of GPT-2's is {VOCAB_SIZE - 1}: "
+                         "delete it, and it is fetched again")
 
 class Shards:
     """Shard number -> tokens of that training file, None past the last one; fetches the next one meanwhile.
@@ -272,11 +250,8 @@ class Shards:
         fetch = self.ahead.pop(i, None)
         if not fetch or not (fetch.is_alive() or fetch.missing or fetch.path.exists()):
             fetch = self.fetch(i)   # also what failed in the background, or was deleted since
-        path = fetch.wait()
+        path = fetch.wait(needed=i == 0)
         if path is None:
-            if i == 0:
-                raise ValueError(f"{shown(fetch.url)} does not exist (status 404): check HF_ENDPOINT and "
-                                 "HF_TOKEN")
             return None
         if self.keep:
             for old in self.folder.glob(f"{self.prefix}_train_*.bin"):
@@ -289,15 +264,17 @@ def source(data, data_dir, keep_shards):
     """The Source for a name in SETS; waits for the validation tokens if they are not below data_dir yet."""
     repo, prefix = SETS[data]
     endpoint = os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or "https://huggingface.co"
-    if not re.fullmatch(r"https?://[!-~]+", endpoint):
+    try:
+        fine = re.fullmatch(r"https?://[!-~]+", endpoint) and requests.Request("GET", endpoint).prepare()
+    except ValueError:
+        fine = False
+    if not fine:
         raise ValueError(f"HF_ENDPOINT={shown(endpoint)} must be an address like https://huggingface.co")
     if not re.fullmatch(r"[!-~]*", os.environ.get("HF_TOKEN", "").strip()):
         raise ValueError("HF_TOKEN holds characters that no token has: set it again, or unset it")
     url, folder = f"{endpoint}/datasets/{repo}/resolve/main", Path(data_dir) / repo.split("/")[1]
     name = f"{prefix}_val_000000.bin"
     val = Fetch(f"{url}/{name}", folder / name, VAL_TOKENS).wait()
-    if val is None:
-        raise ValueError(f"{shown(url)}/{name} does not exist (status 404): check HF_ENDPOINT and HF_TOKEN")
     return Source(Shards(url, folder, prefix, keep_shards), val, repo, PADDED, tokenizer="gpt2")
 
 def encoding():

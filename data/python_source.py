@@ -7,8 +7,6 @@ import hashlib
 import os
 import platform
 import sysconfig
-from contextlib import suppress
-from glob import escape
 from pathlib import Path
 
 import numpy as np
@@ -31,12 +29,6 @@ def walk(root, skip):
         folders[:] = sorted(name for name in folders if not skip(Path(folder, name)))
         yield from (path for name in sorted(names) if not skip(path := Path(folder, name)))
 
-def begins(path):
-    """The first bytes of a file, and the encoding that their mark names, or None."""
-    with open(path, "rb") as f:
-        first = f.read(4096)
-    return first, next((encoding for mark, encoding in MARKS.items() if first.startswith(mark)), None)
-
 def unfit(path):
     """Why a file or folder below a folder of text is left out; None if it is not."""
     if path.name.startswith(".") or path.name in ("log.jsonl", "lock"):
@@ -45,8 +37,8 @@ def unfit(path):
         return "a link" if path.is_symlink() else None
     if not path.is_file():
         return "no file"
-    first, encoding = begins(path)
-    return "zero bytes: no text, or UTF-16 without a mark" if b"\0" in first and not encoding else None
+    first = next(read(path), b"")[:4096]
+    return "zero bytes: no text, or UTF-16 without a mark" if b"\0" in first else None
 
 def find(data):
     """Folder, files and what was left out, for data="python" or a path."""
@@ -58,7 +50,8 @@ def find(data):
     if path.is_file():
         return path.parent, [path], []
     if not path.is_dir():
-        raise ValueError(f"--data={data} does not exist: name a text file, a folder of text, or python")
+        fault = "is no file" if path.exists() else "does not exist"
+        raise ValueError(f"--data={data} {fault}: name a text file, a folder of text, or python")
 
     def skip(path):
         if reason := unfit(path):
@@ -68,7 +61,9 @@ def find(data):
 
 def read(path):
     """The bytes of a file, CHUNK by CHUNK; those of UTF-8 where a mark says that it is UTF-16 or UTF-32."""
-    encoding = begins(path)[1]
+    with open(path, "rb") as f:
+        first = f.read(4)
+    encoding = next((encoding for mark, encoding in MARKS.items() if first.startswith(mark)), None)
     with open(path, encoding=encoding, errors="replace", newline="") if encoding else open(path, "rb") as f:
         while chunk := f.read(CHUNK):
             yield chunk.encode() if encoding else chunk
@@ -94,33 +89,32 @@ def source(data, data_dir):
     """The Source for data="python" or a path. Builds its two token files below data_dir on first use, and
     deletes those of the same text as it was before."""
     root, files, left_out = find(data)
-    sizes, key = [], hashlib.sha256()
+    sizes, key = dict.fromkeys(files, 0), hashlib.sha256()
     for path in files:
-        sizes.append((path, 0))
         for chunk in read(path):
             key.update(chunk)
-            sizes[-1] = path, sizes[-1][1] + len(chunk)
-        key.update(repr((str(path.relative_to(root)), sizes[-1][1])).encode(errors="surrogateescape"))
-    left = f"; left out {len(left_out):,}: {', '.join(left_out[:9])}{', ...' * (len(left_out) > 9)}"
-    left *= bool(left_out)
-    if not sum(size for _, size in sizes):
+            sizes[path] += len(chunk)
+        key.update(f"end at {sizes[path]}".encode())
+    left = f"; left out {len(left_out):,}: {', '.join(left_out[:9])}" if left_out else ""
+    if not sum(sizes.values()):
         raise ValueError(f"--data={data} holds no text: name a text file or a folder of text{left}")
     name = f"python-{platform.python_version()}" if data == "python" else Path(data).resolve().name
-    folder = Path(data_dir) / f"{name}-{key.hexdigest()[:8]}"   # other text, other name
-    train, val = folder / "train.bin", folder / "val.bin"
+    place, text = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:8], key.hexdigest()[:8]
+    folder = Path(data_dir) / f"{name}-{place}"
+    built = folder / f"train-{text}.bin", folder / f"val-{text}.bin"   # other text, other names
     folder.mkdir(parents=True, exist_ok=True)
-    if not (train.exists() and val.exists()):
-        with open(Path(data_dir) / "lock", "a") as file:
+    if not all(path.exists() for path in built):
+        with open(folder / "lock", "a") as file:
             lock(file, wait=True)
-            remove(*Path(data_dir).glob("*/*.bin.tmp"))   # of a process that was killed while it built
-            n = [write_tokens(path, tokens(pieces)) for path, pieces in zip((train, val), split(sizes))]
-            print(f"built {folder} from {len(files):,} files: {n[0]:,} tokens, {n[1]:,} of validation{left}")
-            for old in set(folder.parent.glob(f"{escape(name)}-{'[0-9a-f]' * 8}")) - {folder}:
-                remove(old / "train.bin", old / "val.bin")   # a run that has them open keeps them
-                with suppress(OSError):
-                    old.rmdir()
-    held = read_tokens(train)
-    return Source(lambda i: held if i == 0 else None, val, folder.name, VOCAB_SIZE, tokenizer="bytes")
+            if not all(path.exists() for path in built):   # nor has another process built them meanwhile
+                pieces = split([*sizes.items()])
+                n = [write_tokens(path, tokens(part)) for path, part in zip(built, pieces)]
+                print(f"built {folder} from {len(files):,} files: {n[0]:,} tokens, {n[1]:,} of "
+                      f"validation{left}")
+                # Older text, and what killed processes left. A run that has a file open keeps it.
+                remove(*set(folder.glob("*.bin*")) - set(built))
+    held, name = read_tokens(built[0]), f"{name}-{text}"   # held for good, whoever builds here meanwhile
+    return Source(lambda i: held if i == 0 else None, built[1], name, VOCAB_SIZE, tokenizer="bytes")
 
 def encode(text):
     """Tokens of a text (str or bytes); what Python could not decode in an argument becomes its bytes

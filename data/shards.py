@@ -37,14 +37,16 @@ def count_tokens(path):
     """Number of tokens that the header of a file promises. ValueError if it is not that of a token file."""
     header = np.fromfile(path, dtype="<i4", count=256)
     if len(header) < 256 or header[0] != MAGIC or header[1] != VERSION or header[2] < 0:
-        raise ValueError(f"{path} is not a token file: it lacks magic {MAGIC}, version {VERSION}, a count")
+        raise ValueError(f"{path} is not a token file: it lacks magic {MAGIC}, version {VERSION}, a count: "
+                         "delete it, and it is made again")
     return int(header[2])
 
 def read_tokens(path):
     """The tokens of a file, a uint16 array that stays on disk. ValueError if it is not a whole token file."""
     n, size = count_tokens(path), os.path.getsize(path)
     if size != HEADER + 2 * n:
-        raise ValueError(f"{path} is damaged: it has {size} bytes, but {n} tokens make {HEADER + 2 * n}")
+        raise ValueError(f"{path} is damaged: it has {size} bytes, but {n} tokens make {HEADER + 2 * n}: "
+                         "delete it, and it is made again")
     return np.memmap(path, dtype="<u2", mode="r", offset=HEADER, shape=n) if n else np.zeros(0, dtype="<u2")
 
 def batch(windows, device):
@@ -72,16 +74,15 @@ class Reader:
         """Open the shard of the current position; behind the last one, begin the next epoch."""
         s = self.state
         self.tokens = None   # Windows cannot delete a file that is mapped, and a shard may go now
-        tokens = self.shard(s["shard"])
-        if tokens is None:
+        self.tokens = self.shard(s["shard"])
+        if self.tokens is None:
             if self.barren:
                 raise ValueError(f"the training data has no {self.T + 1} tokens in a row: give more text, or "
                                  f"a --block_size below {self.T}")
             self.barren = True
             s.update(epoch=s["epoch"] + 1, shard=0, window=0)
             print(f"the data has been read to its end: epoch {s['epoch'] + 1} begins", flush=True)
-            tokens = self.shard(0)
-        self.tokens = tokens
+            self.tokens = self.shard(0)
         n = max(0, (len(self.tokens) - 1) // self.T)
         self.order = np.random.default_rng((self.seed, s["epoch"], s["shard"])).permutation(n)
         self.barren = self.barren and n == 0

@@ -1,26 +1,26 @@
-"""For programs that work for hours on somebody's machine: quiet threads, streams, locks, replaced files."""
+"""For programs that work for hours on somebody's machine: threads, streams, locks, replaced files."""
 import os
 import signal
 import sys
+import time
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 from tqdm import tqdm
 
-try:
-    import fcntl
-except ImportError:   # Windows
-    fcntl = None
-
-def prepare():
-    """What a script does before it imports torch."""
-    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)   # Ctrl-C meanwhile: leave, without a traceback
-    # Threads that wait for each other shall sleep soon. By default they spin so long that tiny models train
-    # many times slower as soon as another process needs a core.
+def quiet_threads():
+    """Before torch is imported: have its threads sleep soon when they wait for each other. By default they
+    spin so long that tiny models train many times slower as soon as another process needs a core."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")   # GNU's OpenMP, PyTorch's on Linux: turns of a loop
         os.environ.setdefault("KMP_BLOCKTIME", "0")   # LLVM's and Intel's, elsewhere: milliseconds
+
+def prepare():
+    """What a script does before it imports torch. See also `guarded` in train.py, which takes Ctrl-C back."""
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)   # Ctrl-C meanwhile: leave, without a traceback
+    quiet_threads()
     for name in ("stdin", "stdout", "stderr"):   # where one is closed, the next file would take its number
         if getattr(sys, name) is None:
             mute(name)
@@ -30,10 +30,11 @@ def mute(name):
     number = ("stdin", "stdout", "stderr").index(name)
     stream = open(os.devnull, "w" if number else "r")
     os.dup2(stream.fileno(), number)
+    os.set_inheritable(number, True)   # children have it, too
     setattr(sys, name, stream)
 
 def say(text):
-    """A line on stderr, from one of several processes, if anybody is left to read it."""
+    """A line on stderr, from one of the processes that torchrun started, if anybody is left to read it."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         with suppress(OSError):
             tqdm.write(text, file=sys.stderr)
@@ -41,16 +42,19 @@ def say(text):
 def lock(file, wait=False):
     """Whether this process has the lock of an open file now. It ends with the file or the process. Where
     there are no locks, as on Windows and some network disks, all have it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if wait:
-            say(f"waiting for another process, which holds {file.name}")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        return wait
-    except (OSError, AttributeError):
-        pass
-    return True
+    for tenths in count():
+        try:
+            import fcntl   # Windows has none
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if not wait:
+                return False
+            if tenths == 50:
+                say(f"waiting for {file.name}, which another process holds")
+            time.sleep(0.1)
+        except (ImportError, OSError):
+            return True
 
 def remove(*paths):
     """Delete files, as far as that is possible now: Windows keeps what a process has open."""
@@ -69,11 +73,12 @@ def replacing(path):
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-    except BaseException as error:
-        remove(beside)
-        if isinstance(error, OSError) and error.filename in (None, beside):
+    except OSError as error:
+        if error.filename in (None, beside):   # not of a file that was read meanwhile
             raise cannot_write(path, error) from None
         raise
+    finally:
+        remove(beside)   # of a try that failed
 
 def cannot_write(path, error, place="place"):
     """The OSError for a file that could not be written, in words that name it."""
