@@ -867,7 +867,9 @@ def main(argv):
     given = train.parse(argv, __doc__, BenchConfig)
     auto = train.machine(train.pick_device(given.get("device", "auto")))[0]
     given.setdefault("compile", auto.get("compile", False))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)   # as Ctrl-C: no child is left alone
+    for signum in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        if signal.getsignal(signum) != signal.SIG_IGN:   # as Ctrl-C: no child is left alone
+            signal.signal(signum, signal.default_int_handler)
     torch._dynamo.config.recompile_limit = 64   # to it all variants are one function; its limit is 8
     if part:
         model = {"cost": "360m", "quality": "tiny"}.get(part, auto.get("model", "tiny"))

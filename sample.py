@@ -117,7 +117,7 @@ class Printer:
 
 def columns(char):
     """How many places of a line a character takes: two in East Asian scripts, none for a combining one."""
-    if unicodedata.category(char) in ("Mn", "Me", "Cf"):
+    if unicodedata.category(char) in ("Mn", "Me", "Cf") or "\u1160" <= char <= "\u11ff":   # parts of Hangul
         return 0
     return 2 if unicodedata.east_asian_width(char) in "WF" else 1
 

@@ -77,7 +77,7 @@ class TrainConfig:
     compile: bool = False  # torch.compile the training step, except with router=token; true on an NVIDIA GPU
 
     def __post_init__(self):
-        check_fields(self, most=dict(batch_tokens=10**8), seed=0, warmup_steps=0, keep_shards=2)
+        check_fields(self, most=dict(batch_tokens=10**7), seed=0, warmup_steps=0, keep_shards=2)
         require(self.data and self.data_dir and self.out_dir,
                 f"data={self.data}, data_dir={self.data_dir} and out_dir={self.out_dir} must not be empty")
         require(self.learning_rate > 0, f"learning_rate={self.learning_rate} must be a positive number")
@@ -235,8 +235,9 @@ def catch_signals(run, stop):
         if run.reading:   # a wait for data may be long; else the step is finished first
             raise KeyboardInterrupt
     asks = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    # What is ignored already stays so: nohup ignores SIGHUP.
-    return {s: signal.signal(s, ask) for s in asks if signal.getsignal(s) != signal.SIG_IGN}
+    if signal.getsignal(asks[-1]) == signal.SIG_IGN:   # nohup ignores SIGHUP: so do we
+        asks.pop()
+    return {signum: signal.signal(signum, ask) for signum in asks}
 
 def write_record(log, record):
     """Add a line of JSON to log.jsonl, with null for what is no number."""
@@ -531,6 +532,9 @@ def guarded(main):
         mute("stderr")
         sys.exit(141)
     except (ValueError, OSError) as error:
+        if getattr(error, "errno", None) and not error.filename:   # of no file, so of the output
+            mute("stdout")
+            error = cannot_write("standard output", error)
         fail(error)
     except Exception as error:
         if re.search("MemoryError|out of memory|allocate memory|[Oo]verflow|too large", repr(error)):
@@ -585,9 +589,10 @@ def main(argv):
           f"--compile={tc.compile}; --help lists what else there is")
     Path(tc.out_dir).mkdir(parents=True, exist_ok=True)
     with open(os.devnull if rank else Path(tc.out_dir) / "log.jsonl", "ab", buffering=0) as log:
-        require(rank or lock(log), f"another run is at work in {tc.out_dir}: choose another --out_dir")
-        if rank == 0:
-            remove(*Path(tc.out_dir).glob("*.pt.tmp"))   # of a run that was killed while it saved
+        alone = None if rank else lock(log)
+        require(alone is not False, f"another run is at work in {tc.out_dir}: choose another --out_dir")
+        if alone:
+            remove(*Path(tc.out_dir).glob("*.pt.*.tmp"))   # of a run that was killed while it saved
         check_out_dir(tc, checkpoint)
         source = find_source(tc)
         if "vocab_size" not in given and not checkpoint:

@@ -206,25 +206,27 @@ def number(text):
 def why(error, url):
     """What went wrong with a url, in a few words."""
     # The innermost of a chain of causes: "... (Caused by X(<Y object>: [Errno 111] Connection refused'))".
-    text = shown(re.sub(r".*[:>] ", "", str(error)).strip("')\" "))
+    text, answer = re.sub(r".*[:>] ", "", str(error)).strip("')\" "), getattr(error, "response", None)
     proxy = shown(requests.utils.select_proxy(url, requests.utils.get_environ_proxies(url)) or "")
-    if proxy and isinstance(error, (ProxyError, ValueError)):
-        text = f"proxy {proxy}, see HTTP_PROXY and HTTPS_PROXY: {text}"
-    elif isinstance(error, SSLError) or type(error) is OSError:   # requests found no file of certificates
-        text = f"its certificate: {text}; REQUESTS_CA_BUNDLE can name a file of those to trust"
-    elif isinstance(error, requests.TooManyRedirects):
+    if isinstance(error, requests.exceptions.InvalidURL):   # its words may hold a password
+        text = "no valid address"
+    if isinstance(error, requests.TooManyRedirects):
         text = "too many redirects"
-    elif getattr(error, "response", None) is not None:
-        text = f"status {error.response.status_code}"
+    elif answer is not None:
+        text = f"status {answer.status_code}"
     elif "timed out" in str(error):
         text = "no answer in time"
     elif isinstance(error, ChunkedEncodingError):
         text = "the answer broke off"
+    if proxy and (isinstance(error, (ProxyError, ValueError)) or text == "status 407"):
+        text = f"proxy {proxy}, see HTTP_PROXY and HTTPS_PROXY: {text}"
+    elif isinstance(error, SSLError) or type(error) is OSError:   # requests found no file of certificates
+        text = f"certificate or TLS: {text}; REQUESTS_CA_BUNDLE can name a file of certificates to trust"
     return text
 
 def shown(url):
     """A url, or text around it, without the name and password that it may hold."""
-    return re.sub(r"[^/\s]*@", "", url)
+    return re.sub(r"(?<=//).*@|^[^/]*@", "", url)
 
 def check(path):
     """ValueError if a file is not whole, or not in GPT-2's vocabulary."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from data.shards import Source, read_tokens, write_tokens
-from data.system import lock, remove
+from data.system import lock, remove, say
 
 EOF = 256
 VOCAB_SIZE = 257
@@ -31,14 +31,15 @@ def walk(root, skip):
 
 def unfit(path):
     """Why a file or folder below a folder of text is left out; None if it is not."""
-    if path.name.startswith(".") or path.name in ("log.jsonl", "lock"):
-        return "hidden" if path.name.startswith(".") else "written by train.py"
+    if path.name.startswith("."):
+        return "hidden"
+    if path.name == "log.jsonl" or path.name == "lock" and path.stat().st_size == 0:
+        return "written by train.py"
     if path.is_dir():
         return "a link" if path.is_symlink() else None
     if not path.is_file():
         return "no file"
-    first = next(read(path), b"")[:4096]
-    return "zero bytes: no text, or UTF-16 without a mark" if b"\0" in first else None
+    return "zero bytes: no text, or UTF-16 without a mark" if b"\0" in next(read(path), b"")[:4096] else None
 
 def find(data):
     """Folder, files and what was left out, for data="python" or a path."""
@@ -48,6 +49,8 @@ def find(data):
         return root, [path for path in walk(root, skip) if path.suffix == ".py"], []
     path, left_out = Path(data), []
     if path.is_file():
+        if b"\0" in next(read(path), b"")[:4096]:
+            say(f"note: {data} has zero bytes: is it no text, or UTF-16 without a mark?")
         return path.parent, [path], []
     if not path.is_dir():
         fault = "is no file" if path.exists() else "does not exist"
@@ -55,18 +58,21 @@ def find(data):
 
     def skip(path):
         if reason := unfit(path):
-            left_out.append(f"{path.name} ({reason})")
+            left_out.append(f"{path.name!r} ({reason})")
         return reason
     return path, list(walk(path, skip)), left_out
 
 def read(path):
     """The bytes of a file, CHUNK by CHUNK; those of UTF-8 where a mark says that it is UTF-16 or UTF-32."""
-    with open(path, "rb") as f:
-        first = f.read(4)
-    encoding = next((encoding for mark, encoding in MARKS.items() if first.startswith(mark)), None)
-    with open(path, encoding=encoding, errors="replace", newline="") if encoding else open(path, "rb") as f:
-        while chunk := f.read(CHUNK):
-            yield chunk.encode() if encoding else chunk
+    try:
+        with open(path, "rb") as f:
+            first = f.read(4)
+        coding = next((coding for mark, coding in MARKS.items() if first.startswith(mark)), None)
+        with open(path, encoding=coding, errors="replace", newline="") if coding else open(path, "rb") as f:
+            while chunk := f.read(CHUNK):
+                yield chunk.encode() if coding else chunk
+    except OSError as error:   # of a disk that fails: say where
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 def split(sizes):
     """Pieces (path, first byte, end byte) to train on, and to validate with, of files (path, size): every
@@ -85,33 +91,41 @@ def tokens(pieces):
             yield np.frombuffer(wanted, dtype=np.uint8).astype(np.uint16)
         yield np.array([EOF], dtype=np.uint16)
 
-def source(data, data_dir):
-    """The Source for data="python" or a path. Builds its two token files below data_dir on first use, and
-    deletes those of the same text as it was before."""
-    root, files, left_out = find(data)
+def measure(files):
+    """The size of each file in bytes, and eight letters that say what is in them."""
     sizes, key = dict.fromkeys(files, 0), hashlib.sha256()
     for path in files:
         for chunk in read(path):
             key.update(chunk)
             sizes[path] += len(chunk)
         key.update(f"end at {sizes[path]}".encode())
+    return sizes, key.hexdigest()[:8]
+
+def source(data, data_dir):
+    """The Source for data="python" or a path. Builds its two token files below data_dir on first use, and
+    deletes those of the same text as it was before."""
+    root, files, left_out = find(data)
+    sizes, text = measure(files)
     left = f"; left out {len(left_out):,}: {', '.join(left_out[:9])}" if left_out else ""
     if not sum(sizes.values()):
         raise ValueError(f"--data={data} holds no text: name a text file or a folder of text{left}")
     name = f"python-{platform.python_version()}" if data == "python" else Path(data).resolve().name
-    place, text = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:8], key.hexdigest()[:8]
+    place = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:8]
     folder = Path(data_dir) / f"{name}-{place}"
     built = folder / f"train-{text}.bin", folder / f"val-{text}.bin"   # other text, other names
     folder.mkdir(parents=True, exist_ok=True)
     if not all(path.exists() for path in built):
         with open(folder / "lock", "a") as file:
-            lock(file, wait=True)
+            alone = lock(file, wait=True)
             if not all(path.exists() for path in built):   # nor has another process built them meanwhile
                 pieces = split([*sizes.items()])
                 n = [write_tokens(path, tokens(part)) for path, part in zip(built, pieces)]
+                if measure(files)[1] != text:
+                    remove(*built)
+                    raise ValueError(f"--data={data} was changed while it was read: start again")
                 print(f"built {folder} from {len(files):,} files: {n[0]:,} tokens, {n[1]:,} of "
                       f"validation{left}")
-                # Older text, and what killed processes left. A run that has a file open keeps it.
+            if alone:   # older text, and what killed processes left; a run that has a file open keeps it
                 remove(*set(folder.glob("*.bin*")) - set(built))
     held, name = read_tokens(built[0]), f"{name}-{text}"   # held for good, whoever builds here meanwhile
     return Source(lambda i: held if i == 0 else None, built[1], name, VOCAB_SIZE, tokenizer="bytes")

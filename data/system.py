@@ -1,13 +1,12 @@
 """For programs that work for hours on somebody's machine: threads, streams, locks, replaced files."""
 import os
+import shutil
 import signal
 import sys
 import time
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-
-from tqdm import tqdm
 
 def quiet_threads():
     """Before torch is imported: have its threads sleep soon when they wait for each other. By default they
@@ -35,13 +34,14 @@ def mute(name):
 
 def say(text):
     """A line on stderr, from one of the processes that torchrun started, if anybody is left to read it."""
+    from tqdm import tqdm   # not before `prepare`
     if os.environ.get("LOCAL_RANK", "0") == "0":
         with suppress(OSError):
             tqdm.write(text, file=sys.stderr)
 
 def lock(file, wait=False):
-    """Whether this process has the lock of an open file now. It ends with the file or the process. Where
-    there are no locks, as on Windows and some network disks, all have it."""
+    """Whether this process has the lock of an open file now. It ends with the file or the process. None where
+    there are no locks, as on Windows and some network disks."""
     for tenths in count():
         try:
             import fcntl   # Windows has none
@@ -54,7 +54,7 @@ def lock(file, wait=False):
                 say(f"waiting for {file.name}, which another process holds")
             time.sleep(0.1)
         except (ImportError, OSError):
-            return True
+            return None
 
 def remove(*paths):
     """Delete files, as far as that is possible now: Windows keeps what a process has open."""
@@ -66,13 +66,16 @@ def remove(*paths):
 def replacing(path):
     """A binary file to write, which takes the place of path when it is complete. Whatever happens, path is
     whole, the old one or the new one. What goes wrong with it is an OSError that names path."""
-    beside = f"{path}.tmp"
+    target = os.path.realpath(path)   # a link stays one
+    beside = f"{target}.{os.getpid()}.tmp"
     try:
         with open(beside, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        with suppress(FileNotFoundError):
+            shutil.copymode(target, beside)
+        os.replace(beside, target)
     except OSError as error:
         if error.filename in (None, beside):   # not of a file that was read meanwhile
             raise cannot_write(path, error) from None
