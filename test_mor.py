@@ -2035,10 +2035,13 @@ def test_folder(tmp_path, capsys, monkeypatch):
     assert source.train(0).tolist() == 5 * [*words.encode()[:n], 256]
     again = python_source.source("1.txt", "data")
     assert python_source.decode(again.train(0).tolist()) == words.encode()[:n]
+    assert capsys.readouterr().err == ""
+    python_source.source("no_mark.txt", "data")
+    assert "note: no_mark.txt has zero bytes" in capsys.readouterr().err
     Path("bad.txt").write_bytes(b"\xff\xfe\x00\xd8a\x00")   # half of a pair
     assert "�a".encode() == b"".join(python_source.read(Path("bad.txt")))
 
-def test_changed_text(tmp_path, capsys):
+def test_changed_text(tmp_path, capsys, monkeypatch):
     """Tokens follow the content: other text of the same size and time is read anew, a mere touch builds
     nothing, and of one text there is one build, though a run that reads an old one keeps it."""
     path, data = tmp_path / "a.txt", tmp_path / "data"
@@ -2055,6 +2058,16 @@ def test_changed_text(tmp_path, capsys):
     (tmp_path / "b").mkdir(), (tmp_path / "b" / "a.txt").write_text("other" * 50)   # of the same name
     python_source.source(str(tmp_path / "b" / "a.txt"), data)
     assert capsys.readouterr().out.count("built") == 3 and len(list(data.rglob("*.bin*"))) == 4
+    write = python_source.write_tokens
+
+    def slowly(path, chunks):   # and meanwhile somebody saves another version
+        (tmp_path / "a.txt").write_text("ijkl" * 50)
+        return write(path, chunks)
+    monkeypatch.setattr(python_source, "write_tokens", slowly)
+    path.write_text("mnop" * 50)
+    with pytest.raises(ValueError, match="was changed while it was read"):
+        python_source.source(str(path), data)
+    assert len(list(data.rglob("*.bin*"))) == 4
     reader = Reader(old.train, 1, 9, seed=0)
     assert all(set(next(reader)[0].flatten().tolist()) <= set(b"abcd") for _ in range(50))   # into epoch 2
 
@@ -2086,7 +2099,8 @@ def test_null_in_log(tmp_path):
 def test_disk_full_elsewhere(go, capsys, monkeypatch):
     """Page, checkpoint and log: one line names the file, and the old one is whole."""
     go("--max_steps=2")
-    Path("page.html").write_text("old")
+    Path("page.html").write_text("old"), Path("page.html").chmod(0o600)
+    Path("l.html").symlink_to("page.html")
     limits, before = resource.getrlimit(resource.RLIMIT_FSIZE), weights("out/ckpt.pt")
     start = Path("out/log.jsonl").stat().st_size
     for main, argv, limit, name in [
@@ -2105,11 +2119,15 @@ def test_disk_full_elsewhere(go, capsys, monkeypatch):
     assert Path("b/log.jsonl").read_text() == "" and Path("out/log.jsonl").read_text().endswith(" \n")
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", open("/dev/full", "w"))
-        patch.setattr(train, "mute", lambda name: None)
+        muted = []
+        patch.setattr(train, "mute", muted.append)
         err = refusal(lambda argv: go(*argv), ["--out_dir=c", "--max_steps=9", "--log_interval=3"], capsys)
-    assert "standard output cannot be written (No space left" in err
+    assert "standard output cannot be written (No space left" in err and muted == ["stdout"]
     assert torch.load("c/ckpt.pt", weights_only=True)["step"] == 2
     assert Path("page.html").read_text() == "old" and same(before, weights("out/ckpt.pt"))
+    sample.main(["--device=cpu", "--html=l.html", "--max_new_tokens=5"])   # through a link, with its mode
+    assert Path("l.html").is_symlink() and Path("page.html").read_text().endswith("</html>\n")
+    assert Path("page.html").stat().st_mode & 0o777 == 0o600
     assert not list(Path().rglob("*.tmp")) and not Path("b/ckpt.pt").exists()
 
 def test_home(monkeypatch):
@@ -2144,12 +2162,15 @@ def test_token_wins(hub, tmp_path, monkeypatch):
     (dict(HTTP_PROXY="http://me:pw@127.0.0.1:9"), ["proxy http://127.0.0.1:9", "Connection refused"]),
     (dict(HTTP_PROXY="http://me:pw@:9"), ["proxy http://:9", "no valid address"]),
     (dict(HTTP_PROXY="http://me:/pw b@127.0.0.1:9"), ["proxy http://127.0.0.1:9"]),
+    (dict(HTTP_PROXY="hub"), ["proxy http://127.0.0.1", "status 407"]),
     (dict(HF_ENDPOINT="http://me:pw@["), ["HF_ENDPOINT=http://[ must be"]),
     (dict(HF_ENDPOINT="https"), ["certificate or TLS", "REQUESTS_CA_BUNDLE"])], ids=str)
 def test_network_settings(settings, words, hub, tmp_path, monkeypatch):
     """A wrong setting is named, without the password in it, and not tried again."""
     if settings.get("HF_ENDPOINT") == "https":
         settings = dict(HF_ENDPOINT=hub.url.replace("http:", "https:"))
+    if settings.get("HTTP_PROXY") == "hub":
+        settings, hub.faults = dict(HTTP_PROXY=hub.url.replace("//", "//me:pw@")), ["407"]
     if "HTTP_PROXY" in settings:
         settings |= dict(http_proxy=settings["HTTP_PROXY"], NO_PROXY="", no_proxy="")
     for name, value in settings.items():
