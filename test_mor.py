@@ -1932,8 +1932,8 @@ def test_before_torch(tmp_path):
         "import os, signal\nprint([os.environ.get(name) for name in ('GOMP_SPINCOUNT', 'KMP_BLOCKTIME')], "
         "open('x', 'w').fileno(), flush=True)\nos.kill(os.getpid(), signal.SIGINT)\n")
     unset = {"PYTHONPATH": str(tmp_path), "GOMP_SPINCOUNT": "", "KMP_BLOCKTIME": ""}
-    runs = [(name, {}, "['1000', '0']") for name in ("train.py", "sample.py", "bench.py")]
-    runs += [("train.py", {"GOMP_SPINCOUNT": "5"}, "['5', '0']"),
+    runs = [(name, {}, "['1000', '1']") for name in ("train.py", "sample.py", "bench.py")]
+    runs += [("train.py", {"GOMP_SPINCOUNT": "5"}, "['5', '1']"),
              ("train.py", {"OMP_WAIT_POLICY": "PASSIVE"}, "[None, None]")]
     shell = "for n in GOMP_SPINCOUNT KMP_BLOCKTIME; do [ \"${{!n}}\" ] || unset $n; done; exec {} <&-"
     for run, words in [(script(name, shell=shell, env={**unset, **env}, cwd=tmp_path), words)

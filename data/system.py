@@ -13,7 +13,7 @@ def quiet_threads():
     spin so long that tiny models train many times slower as soon as another process needs a core."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")   # GNU's OpenMP, PyTorch's on Linux: turns of a loop
-        os.environ.setdefault("KMP_BLOCKTIME", "0")   # LLVM's and Intel's, elsewhere: milliseconds
+        os.environ.setdefault("KMP_BLOCKTIME", "1")   # LLVM's and Intel's, elsewhere: milliseconds
 
 def prepare():
     """What a script does before it imports torch. See also `guarded` in train.py, which takes Ctrl-C back."""
