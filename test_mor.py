@@ -991,7 +991,7 @@ def test_parse():
     ("--batch_size=1e12", "memory"), ("--sharing=sequence", "sharing=sequence"), ("--seed=1e30", "seed="),
     ("--n_rec=1e9", "at most 64"), ("--n_layer=1e6", "at most 1000"), ("--alpha=1e39", "alpha=1e+39"),
     ("--batch_tokens=1e30", "batch_tokens="), ("--keep_steps=5,9999", "1 to 2200"), ("--device=mps", "mps"),
-    ("--data=~nobody_here/x.txt", "nobody_here"), ("--resume=", "no checkpoint")])
+    ("--data=~nobody_here/x.txt", "names a user who is not"), ("--resume=", "no checkpoint")])
 def test_bad_input(option, words, tmp_path, monkeypatch, capsys):
     """One line that names the value, exit code 2, and nothing written."""
     monkeypatch.chdir(tmp_path)
@@ -2116,6 +2116,7 @@ def test_disk_full_elsewhere(go, capsys, monkeypatch):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert f"{name} cannot be written (" in err and ("File too large" in err or "no room" in err)
+        assert not list(Path().rglob("*.tmp"))
     assert Path("b/log.jsonl").read_text() == "" and Path("out/log.jsonl").read_text().endswith(" \n")
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", open("/dev/full", "w"))
@@ -2125,10 +2126,19 @@ def test_disk_full_elsewhere(go, capsys, monkeypatch):
     assert "standard output cannot be written (No space left" in err and muted == ["stdout"]
     assert torch.load("c/ckpt.pt", weights_only=True)["step"] == 2
     assert Path("page.html").read_text() == "old" and same(before, weights("out/ckpt.pt"))
+    inode = Path("page.html").stat().st_ino
     sample.main(["--device=cpu", "--html=l.html", "--max_new_tokens=5"])   # through a link, with its mode
+    assert Path("page.html").stat().st_ino != inode   # another file, which was complete
     assert Path("l.html").is_symlink() and Path("page.html").read_text().endswith("</html>\n")
     assert Path("page.html").stat().st_mode & 0o777 == 0o600
-    assert not list(Path().rglob("*.tmp")) and not Path("b/ckpt.pt").exists()
+    assert not Path("b/ckpt.pt").exists()
+    write = train.write_record
+    with monkeypatch.context() as patch:   # a log that is full after three lines, where a checkpoint fits
+        patch.setattr(train, "write_record", lambda log, record: write(
+            log if record.get("step", 0) < 3 else open("/dev/full", "ab", buffering=0), record))
+        err = refusal(lambda argv: go(*argv), ["--out_dir=d", "--max_steps=9", "--log_interval=1"], capsys)
+    assert "/dev/full cannot be written (No space left" in err
+    assert torch.load("d/ckpt.pt", weights_only=True)["step"] == 4
 
 def test_home(monkeypatch):
     """~ is a home in every option that names a file or folder, and in no other."""
