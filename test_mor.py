@@ -1168,7 +1168,7 @@ def test_gpu_settings(go, monkeypatch):
     monkeypatch.setattr(train.dist, "init_process_group", lambda *args, **rest: calls.append((args, rest)))
     for device in (torch.device("cpu"), torch.device("cuda", 1)):
         assert train.init_distributed(device) == (1, 2)
-    assert calls == [(("gloo",), {}), (("cpu:gloo,cuda:nccl",), dict(device_id=device))]
+    assert calls == [(("gloo",), dict(device_id=None)), (("cpu:gloo,cuda:nccl",), dict(device_id=device))]
 
 def test_recipe(monkeypatch):
     """The paper's numbers of steps at 16.5e18 FLOPs follow from --flops; 10B tokens are the default of its
@@ -1876,17 +1876,21 @@ def test_bench_trained(tmp_path, monkeypatch):
         commands.append(command[2:])
         code, log = outcomes[len(commands) - 1]
         (out / "log.jsonl").write_text(log)
-        return SimpleNamespace(returncode=code, communicate=lambda: ("", "x.py: no\n"))
+        return SimpleNamespace(returncode=code, communicate=lambda: ("", "x.py: no\n"),
+                               terminate=stopped.clear)
     monkeypatch.setattr(bench.subprocess, "Popen", run)
+    stopped = threading.Event()
+    stopped.set()
     with pytest.raises(ValueError, match="--x=1 --out_dir=.* ended with: x.py: no"):
-        bench.trained(["--x=1"], out, "1", [], threading.Event())
+        bench.trained(["--x=1"], out, "1", [], stopped)
+    assert not stopped.is_set()   # it was told to end
     (out / "ckpt.pt").touch()
-    steps = [bench.trained(["--x=1"], out, "1", [], threading.Event())[1]["step"] for _ in range(3)]
+    steps = [bench.trained(["--x=1"], out, "1", [], stopped)[1]["step"] for _ in range(3)]
     assert steps == [5, 9, 9]   # 5: not yet
     start = ["--x=1", f"--out_dir={out}"]
     assert commands == [start, [*start, f"--resume={out}"], [*start, f"--resume={out}"]]
     with pytest.raises(ValueError, match="holds another run"):
-        bench.trained(["--x=2"], out, "1", [], threading.Event())
+        bench.trained(["--x=2"], out, "1", [], stopped)
 
 def test_bench_look():
     """Kinds of bytes, and the norms and cosines of unrolled layers."""
