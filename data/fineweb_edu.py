@@ -220,8 +220,10 @@ def why(error, url):
         text = "the answer broke off"
     if proxy and (isinstance(error, (ProxyError, ValueError)) or text == "status 407"):
         text = f"proxy {proxy}, see HTTP_PROXY and HTTPS_PROXY: {text}"
-    elif isinstance(error, SSLError) or type(error) is OSError:   # requests found no file of certificates
+    elif isinstance(error, SSLError):
         text = f"certificate or TLS: {text}; REQUESTS_CA_BUNDLE can name a file of certificates to trust"
+    elif type(error) is OSError:   # the file of certificates
+        text = f"{error}; see REQUESTS_CA_BUNDLE"
     return text
 
 def shown(url):
