@@ -250,19 +250,21 @@ def write_record(log, record):
     except OSError as error:
         raise cannot_write(log.name, error) from None
 
+def report(log, record, line, stop):
+    """Log a record and print a line. Where that fails (a full disk, a closed pipe or terminal), the error is
+    one more reason to stop: the run saves, and raises it then."""
+    try:
+        write_record(log, record)
+        print(line, flush=True)
+    except OSError as error:
+        stop.append(error)
+
 def train(run, log):
     """Step until max_steps or Ctrl-C; log, evaluate (each process on all rows) and save on the way."""
     tc, halt, losses, clock = run.tc, False, [], time.perf_counter()
     stop = []   # why to stop: signals, and errors of output and log
     val = val_batches(run.source.val, tc.batch_size, run.config.block_size, tc.eval_rows, run.device)
     keep = {int(s) for s in tc.keep_steps.split(",") if s}
-
-    def record(numbers, line):
-        try:
-            write_record(log, {"step": run.step, **numbers})
-            print(line, flush=True)
-        except OSError as error:   # a closed pipe or terminal, a full disk: save, and raise it in the end
-            stop.append(error)
 
     before = catch_signals(run, stop)
     while not halt:
@@ -283,14 +285,15 @@ def train(run, log):
             if run.device.type == "cuda":
                 numbers.update(peak_gb=torch.cuda.max_memory_allocated() / 1e9,
                                mfu=mfu(run.config, tc, rate / run.world, numbers["load"]))
-            record(numbers, f"step {run.step}/{tc.max_steps} | loss {lm:.3f} | lr {numbers['lr']:.1e} | norm "
-                   f"{numbers['norm']:.2f} | {rate / 1e3:.1f}k tok/s{pulse(numbers)} | "
-                   f"eta {(tc.max_steps - run.step) / speed / 60:.1f}m")
+            report(log, {"step": run.step, **numbers}, f"step {run.step}/{tc.max_steps} | loss {lm:.3f} | lr "
+                   f"{numbers['lr']:.1e} | norm {numbers['norm']:.2f} | {rate / 1e3:.1f}k tok/s"
+                   f"{pulse(numbers)} | eta {(tc.max_steps - run.step) / speed / 60:.1f}m", stop)
         if evaluating:
             val_numbers = evaluate(run.model, val, tc.dtype)
             topk = f" | topk {val_numbers['topk']:.4f}" if "topk" in val_numbers else ""
-            record({f"val_{name}": value for name, value in val_numbers.items()}, f"eval {run.step}/"
-                   f"{tc.max_steps} | causal {val_numbers['causal']:.4f}{topk}{pulse(val_numbers)}")
+            named = {f"val_{name}": value for name, value in val_numbers.items()}
+            report(log, {"step": run.step, **named}, f"eval {run.step}/{tc.max_steps} | causal "
+                   f"{val_numbers['causal']:.4f}{topk}{pulse(val_numbers)}", stop)
         if run.step in keep:   # first: a run that goes on from ckpt.pt does not come by this step again
             run.save(f"step_{run.step}.pt")
         if halt or evaluating:
