@@ -1923,6 +1923,8 @@ def test_bench_look():
 
 # ---- Where it is used: busy machines, closed terminals, real folders, full disks, proxies ------------------
 
+linux = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks /proc or /dev/full")
+
 def script(*argv, shell="exec {}", env={}, **options):
     """A script of the project, started as from a terminal; {} in shell stands for it and its options."""
     command = shell.format(shlex.join([sys.executable, str(ROOT / argv[0]), *argv[1:]]))
@@ -2100,6 +2102,7 @@ def test_null_in_log(tmp_path):
     health = model(ids(2, 8))[2].health
     assert 0 <= health["entropy"] < 2
 
+@linux
 def test_disk_full_elsewhere(go, capsys, monkeypatch):
     """Page, checkpoint and log: one line names the file, and the old one is whole."""
     go("--max_steps=2")
@@ -2201,6 +2204,7 @@ def test_slow_server(hub, tmp_path, capsys, monkeypatch):
     fineweb_edu.Fetch(f"{hub.url}/edu_fineweb_val_000000.bin", tmp_path / "a.bin").wait()
     assert set(capsys.readouterr().err.splitlines()) == {"a.bin: 0 of ? bytes"}
 
+@linux
 def test_mapped_shard(hub, tmp_path, monkeypatch):
     """A shard is deleted where a mapped file cannot be, as on Windows."""
     unlink = Path.unlink

@@ -97,7 +97,7 @@ class Fetch(threading.Thread):
             try:
                 self.request()
             except OSError as error:
-                if error.errno:   # of the disk: those of requests have no number
+                if error.errno:   # of the disk: what requests raises has no number
                     raise
                 # A try that got a chunk further than any before it begins the count anew.
                 moved = self.have() >= most + CHUNK
