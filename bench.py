@@ -542,7 +542,8 @@ def validation(checkpoint, bench, device):
     """Batches of the text that a checkpoint was validated with."""
     tc = replace(train.TrainConfig(**checkpoint["train_config"]), data_dir=bench.data_dir)
     T = checkpoint["config"]["block_size"]
-    return val_batches(train.find_source(tc).val, 8, T, bench.eval_rows, device)
+    source = train.find_source(tc, checkpoint["tokenizer"])
+    return val_batches(source.val, 8, T, bench.eval_rows, device)
 
 @torch.inference_mode()
 def causal_loss(model, batches, **dials):

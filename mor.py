@@ -68,6 +68,7 @@ class MoRConfig:
     n_kv_head: int = 5  # key/value heads, each shared by n_head / n_kv_head query heads
     n_embd: int = 960  # width of the residual stream
     n_ff: int = 2560  # width inside the MLP
+    rope_theta: float = 10000.0  # base of the angles by which queries and keys are turned
     n_rec: int = 3  # recursions: how often the shared block can be applied; 1 is a plain Transformer
     sharing: Literal["middle_cycle", "cycle", "middle_sequence", "sequence"] = "middle_cycle"  # who shares
     router: Literal["expert", "token", "none"] = "expert"  # who decides the depth; none: all go to the last
@@ -84,7 +85,7 @@ class MoRConfig:
 
     def __post_init__(self):
         coefs = ("alpha", "aux_coef", "balance_coef", "balance_rate", "z_coef")
-        check_fields(self, most=dict(n_layer=1000, n_rec=64, **dict.fromkeys(coefs, 1000)))
+        check_fields(self, most=dict(n_layer=1000, n_rec=64, **dict.fromkeys(coefs, 1000)), rope_theta=1)
         self.head_dim = self.n_embd // self.n_head
         self.routed = self.n_rec > 1 and self.router != "none"   # whether there is anything to decide
         self.cyclic = "cycle" in self.sharing   # whether a recursion is the same layers every time
@@ -127,10 +128,11 @@ def wide(dtype):   # float32, or float64 if that is what there is: for rotations
 def logit(p):   # the z whose sigmoid is p
     return math.log(p / (1 - p))
 
-def rope(position, D, dtype, theta=10000.0):
+def rope(position, config, dtype):
     """cos and sin, (N, 1, D) each, of the angles t * theta^(-2i/D) by which tokens at positions t (N,) turn
     their pairs (i, i + D/2). sin has a minus in its first half, where a rotation has one."""
-    freq = theta ** (-torch.arange(0, D, 2, device=position.device, dtype=dtype) / D)      # (D/2,)
+    D = config.head_dim
+    freq = config.rope_theta ** (-torch.arange(0, D, 2, device=position.device, dtype=dtype) / D)      # (D/2,)
     angle = position[:, None, None] * freq                                                 # (N, 1, D/2)
     sin = angle.sin()
     return torch.cat([angle, angle], dim=2).cos(), torch.cat([-sin, sin], dim=2)
@@ -339,7 +341,7 @@ class Rows:
         position = start + flat % T
         shared = model.config.cache == "shared"
         past = {} if shared and past is None else past   # deeper recursions read what the first has left
-        return cls(B, T, T, flat, position, rope(position, model.config.head_dim, model.wide), shared, past)
+        return cls(B, T, T, flat, position, rope(position, model.config, model.wide), shared, past)
 
     def take(self, keep, ragged=True):
         """The rows of some of these tokens, by ascending indices keep (N',). ragged: rows may hold different
@@ -794,7 +796,7 @@ class Engine:
         self.entered = w.new_zeros(n, c.n_embd)   # the same after the first layer
         self.z = F.pad(self.model.no_logits(n), (0, 1))   # what the router has said of it, and a spare column
         position = torch.arange(c.block_size, device=w.device)
-        self.table = torch.stack(rope(position, c.head_dim, self.model.wide), dim=1)   # (block_size, 2, 1, D)
+        self.table = torch.stack(rope(position, c, self.model.wide), dim=1)   # (block_size, 2, 1, D)
         new_cache = partial(Cache, n, c, w)
         self.caches = dict(enter=new_cache(["first"][:c.n_unshared], [self.max_len]),
                            block=new_cache(range(c.n_shared), self.entries),

@@ -27,15 +27,15 @@ from typing import Literal
 
 import torch
 
-from data import fineweb_edu, python_source
 from data.system import mute, replacing
 from mor import Engine, check_fields, require
-from train import guarded, load_checkpoint, parse, path, pick_device
+from train import find_text, guarded, load_model, parse, path, pick_device
 
 @dataclass
 class SampleConfig:
     """What to write, and how."""
-    out_dir: path = "out"  # folder of the checkpoint, or the checkpoint itself
+    out_dir: path = "out"  # a checkpoint or its folder; a published Llama, its folder or name on the hub
+    data_dir: path = "data"  # where models of the hub are kept
     prompt: str = ""  # text to go on from; empty: the beginning of a file or document
     max_new_tokens: int = 500  # tokens to write; when block_size is full, its last half is the new beginning
     num_samples: int = 1  # texts to write
@@ -216,14 +216,15 @@ def picture(config, prompt, samples, decode):
 
 def main(argv):
     config = SampleConfig(**parse(argv, __doc__, SampleConfig))
-    checkpoint, device = load_checkpoint(config.out_dir), pick_device(config.device)
+    checkpoint, device = load_model(config.out_dir, config.data_dir), pick_device(config.device)
     model = checkpoint["model"].to(device).eval()
     if device.type == "cuda" and checkpoint["train_config"]["dtype"] == "bfloat16":
         for name, part in model.named_children():   # the router decides in float32
             part.to(torch.float32 if name == "router" else torch.bfloat16)
-    text = {"bytes": python_source, "gpt2": fineweb_edu}[checkpoint["tokenizer"]]
-    prompt = [text.EOF] + text.encode(config.prompt)
-    engine = Engine(model, min(config.slots, config.num_samples), temperature=config.temperature,
+    text = find_text(checkpoint["tokenizer"])
+    prompt = text.prefix + text.encode(config.prompt) or [text.EOF]
+    longest = min(len(prompt) + max(1, config.max_new_tokens), model.config.block_size)
+    engine = Engine(model, min(config.slots, config.num_samples), longest, temperature=config.temperature,
                     top_k=config.top_k, max_depth=config.max_depth or None, threshold=config.threshold,
                     stop=text.EOF, vocab_size=text.VOCAB_SIZE)
     for file in filter(None, (config.html, config.svg)):   # refused before the work

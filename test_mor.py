@@ -13,6 +13,7 @@ import os
 import re
 import resource
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,8 +41,9 @@ import bench
 import mor
 import sample
 import train
-from data import fineweb_edu, python_source, system
+from data import fineweb_edu, pretrained, python_source, system
 from data.shards import HEADER, Reader, read_tokens, val_batches, write_tokens
+from data.tokenizer import Tokenizer
 from mor import (Engine, MoR, MoRConfig, PRESETS, Score, flops_per_token, generate, kv_bytes_per_token,
                  kv_reads_per_token, n_params, pick, write)
 
@@ -1431,7 +1433,7 @@ def test_fetch(faults, slept, limit, hub, tmp_path):
 @pytest.mark.parametrize("content, faults, words", [
     (token_bytes(500), ["html"], ["no shard", "<!DOCTYPE"]),
     (token_bytes(500, magic=7), [], ["no shard", "magic"]),
-    (token_bytes(500, count=400), [], ["no shard", "2024 bytes", "400 tokens make 1824"]),
+    (token_bytes(500, count=400), [], ["no shard", "2024 bytes", "promises 1824"]),
     (token_bytes(500, count=600), [], ["no shard"]), (token_bytes(500, count=-1), [], ["no shard"]),
     (token_bytes(500).replace(b"\x00\x00\x01\x00", b"\xff\xff\x01\x00"), [], ["id 65535"]),
     (b"", [], ["status 416"]), (b"", ["unranged"] * 9, ["only 0 bytes came"]),
@@ -1675,6 +1677,320 @@ def test_sample(go, capsys, monkeypatch):
                           ("--out_dir=no", "no")]:
         assert words in refusal(sample.main, [option], capsys)
 
+# ---- Published checkpoints ---------------------------------------------------------------------------------
+
+LLAMA = dict(model_type="llama", vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=6,
+             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-5,
+             rope_theta=500.0, tie_word_embeddings=True, eos_token_id=1, torch_dtype="float32")
+
+def published(folder, dtype="F32", files=1, seed=0, tokenizer=None, **changes):
+    """A tiny Llama as the hub has it. Returns its tensors, float64, as they are after rounding to dtype."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {**LLAMA, **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer or bpe()))
+    C, V, I, kv = config["hidden_size"], config["vocab_size"], config["intermediate_size"], 8
+    shapes = {"model.embed_tokens.weight": [V, C], "model.norm.weight": [C]}
+    for i in range(config["num_hidden_layers"]):
+        for name, shape in {"self_attn.q_proj": [C, C], "self_attn.k_proj": [kv, C], "self_attn.v_proj": [kv, C],
+                            "self_attn.o_proj": [C, C], "mlp.gate_proj": [I, C], "mlp.up_proj": [I, C],
+                            "mlp.down_proj": [C, I], "input_layernorm": [C],
+                            "post_attention_layernorm": [C]}.items():
+            shapes[f"model.layers.{i}.{name}.weight"] = shape
+    stream = torch.Generator().manual_seed(seed)
+    kind = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}[dtype]
+    tensors = {name: (torch.randn(shape, generator=stream) * 0.5 + (len(shape) == 1)).to(kind)
+               for name, shape in shapes.items()}
+    parts = [dict([*tensors.items()][i::files]) for i in range(files)]
+    names = ["model.safetensors"] if files == 1 else [f"model-{i}-of-{files}.safetensors" for i in range(files)]
+    for name, part in zip(names, parts):
+        (folder / name).write_bytes(safetensors(part, dtype))
+    if files > 1:
+        where = {tensor: name for name, part in zip(names, parts) for tensor in part}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return {name: tensor.double() for name, tensor in tensors.items()}
+
+def safetensors(tensors, dtype="F32", **lies):
+    """The bytes of a safetensors file. lies: name -> what its header says of a tensor."""
+    header, data = {"__metadata__": {"format": "pt"}}, b""
+    for name, t in tensors.items():
+        raw = t.contiguous().view(torch.uint8).numpy().tobytes()
+        header[name] = dict(dtype=dtype, shape=list(t.shape), data_offsets=[len(data), len(data) + len(raw)])
+        data += raw
+    text = json.dumps({**header, **lies}).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+LETTERS = {byte: chr(byte) if chr(byte).isprintable() and byte not in (32, 173) else None for byte in range(256)}
+LETTERS |= {byte: chr(256 + i) for i, byte in enumerate(b for b, c in LETTERS.items() if c is None)}
+
+def bpe(merges=("h e", "l l", "he ll", "\u0120 w", "o r"), lacking=b"", **changes):
+    """A tokenizer.json of bytes and merges; two special tokens come first."""
+    words = [LETTERS[byte] for byte in range(256) if byte not in lacking] + [m.replace(" ", "") for m in merges]
+    vocab = {word: i for i, word in enumerate(["<|start|>", "<|end|>", *words])}
+    added = [dict(id=i, content=word, single_word=False, lstrip=False, rstrip=False, special=True)
+             for i, word in enumerate(["<|start|>", "<|end|>"])]
+    byte_level = dict(type="ByteLevel", add_prefix_space=False, use_regex=True)
+    model = dict(type="BPE", vocab=vocab, merges=list(merges), unk_token=None)
+    return {"model": model, "added_tokens": added, "pre_tokenizer": byte_level, "normalizer": None,
+            "post_processor": None, **changes}
+
+def slow_llama(w, tokens, c):
+    """Logits of a row by the textbook, position by position, from tensors by their published names."""
+    D, H = c["hidden_size"] // c["num_attention_heads"], c["num_attention_heads"]
+    norm = lambda x, g: x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * g
+
+    def turned(x, t):   # (heads, D): pairs (i, i + D/2)
+        angle = t * c["rope_theta"] ** (-torch.arange(0, D, 2).double() / D)
+        a, b = x[:, :D // 2], x[:, D // 2:]
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=1)
+    x = w["model.embed_tokens.weight"][tokens]
+    for i in range(c["num_hidden_layers"]):
+        get = lambda name: w[f"model.layers.{i}.{name}.weight"]
+        h = norm(x, get("input_layernorm"))
+        q, k, v = ((h @ get(f"self_attn.{n}_proj").T).view(len(x), -1, D) for n in "qkv")
+        rows = []
+        for t in range(len(x)):
+            heads = []
+            for head in range(H):
+                g = head * k.shape[1] // H
+                keys = torch.stack([turned(k[s], s)[g] for s in range(t + 1)])
+                weights = (keys @ turned(q[t], t)[head] / D ** 0.5).softmax(0)
+                heads.append(weights @ v[:t + 1, g])
+            rows.append(torch.cat(heads))
+        x = x + torch.stack(rows) @ get("self_attn.o_proj").T
+        h = norm(x, get("post_attention_layernorm"))
+        h = F.silu(h @ get("mlp.gate_proj").T) * (h @ get("mlp.up_proj").T)
+        x = x + h @ get("mlp.down_proj").T
+    return norm(x, w["model.norm.weight"]) @ w["model.embed_tokens.weight"].T
+
+@pytest.mark.parametrize("dtype, files", [("F32", 1), ("BF16", 1), ("F16", 2)])
+def test_published(dtype, files, tmp_path):
+    """A published Llama is what the textbook says, also through the engine, and in memory of its own."""
+    w = published(tmp_path / "m", dtype, files)
+    model = pretrained.load(str(tmp_path / "m"), tmp_path)["model"]
+    assert model.wte.weight.dtype == torch.float32 and model.lm_head.weight is model.wte.weight
+    model = model.double().eval()
+    idx = torch.randint(300, (1, 9), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(model(idx)[0][0], slow_llama(w, idx[0], LLAMA), rtol=0, atol=1e-9)
+    text = generate(model, [idx[0].tolist()], 5, temperature=0)[0].tokens
+    assert text == [slow_llama(w, idx[0].tolist() + text[:i], LLAMA)[-1].argmax().item() for i in range(5)]
+
+REFUSED = [(dict(model_type="qwen2"), "model_type='qwen2'"), (dict(attention_bias=True), "attention_bias"),
+           (dict(mlp_bias=True), "mlp_bias"), (dict(tie_word_embeddings=False), "tie_word_embeddings=False"),
+           (dict(rope_scaling={"rope_type": "llama3", "factor": 8}), "scaled rotations"),
+           (dict(rope_scaling={"type": "linear"}), "scaled rotations"), (dict(hidden_act="gelu"), "hidden_act"),
+           (dict(rms_norm_eps=1e-6), "rms_norm_eps=1e-06"), (dict(head_dim=8), "head_dim=8"),
+           (dict(num_attention_heads=3), "n_embd=16"), (dict(vocab_size=200), "ids up to"),
+           (dict(eos_token_id=999), "eos_token_id=999"), (dict(num_hidden_layers="many"), "no model"),
+           (dict(quantization_config={"bits": 4}), "quantization_config"), (dict(intermediate_size=25), None)]
+
+@pytest.mark.parametrize("changes, words", REFUSED[:-1], ids=[words for _, words in REFUSED[:-1]])
+def test_published_refused(changes, words, tmp_path, capsys):
+    published(tmp_path / "m")
+    (tmp_path / "m" / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    assert words in refusal(sample.main, [f"--out_dir={tmp_path / 'm'}"], capsys)
+
+def test_published_damaged(tmp_path, capsys):
+    """Tensors that are missing, misshapen, of another kind, or not where the header says; and other files."""
+    folder, one = tmp_path / "m", torch.ones(4)
+    published(folder)
+    path = folder / "model.safetensors"
+    whole, refused = path.read_bytes(), lambda: refusal(sample.main, [f"--out_dir={folder}"], capsys)
+    n = int.from_bytes(whole[:8], "little")
+
+    def rewrite(change):
+        header = json.loads(whole[8:8 + n])
+        change(header)
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + n:])
+        return refused()
+    norm = "model.norm.weight"
+    assert "lacks tensor model.norm.weight" in rewrite(lambda h: h.update(other=h.pop(norm)))
+    assert "must be F32, F16 or BF16 [16]" in rewrite(lambda h: h[norm].update(shape=[4, 4]))
+    assert "must be F32, F16 or BF16 [16]" in rewrite(lambda h: h[norm].update(dtype="I32"))
+    for lie in ([0, 64], [10**9, 10**9 + 64], [-64, 0], [64, 0], "ab", [0]):
+        assert "header is wrong" in rewrite(lambda h: h[norm].update(data_offsets=lie))
+    assert "header is wrong" in rewrite(lambda h: h[norm].update(shape=[17]))
+    assert "header is wrong" in rewrite(lambda h: h.update(x=3))
+    path.write_bytes(whole + safetensors({"x": one}))
+    assert f"has {len(whole) + len(safetensors({'x': one}))} bytes, its header promises {len(whole)}" in refused()
+    for content in (whole[:-5], whole[:50], b"", b"<html>" * 9, (2**40).to_bytes(8, "little")):
+        path.write_bytes(content)
+        assert "model.safetensors" in refused()
+    tensors = published(folder)
+    path.write_bytes(safetensors({**{k: v.float() for k, v in tensors.items()}, "model.layers.0.x.bias": one}))
+    assert "holds 1 tensors" in refused() and "x.bias" in refused()
+    path.unlink()
+    assert "there is no" in refused()
+    published(folder, files=2)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../b.safetensors"}}')
+    assert "must name files" in refused()
+    for name in ("config.json", "tokenizer.json"):
+        published(folder)
+        (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+        (folder / name).write_text("[1, 2")
+        assert name in refused()
+
+@pytest.mark.parametrize("files, faults", [(1, []), (2, ["", "", "404", "cut", "cut", "503", "cut"]),
+                                           (1, ["cut", "cut", "unranged cut", "cut", "cut", "piece"])])
+def test_published_hub(files, faults, hub, go, tmp_path, capsys):
+    """A name is fetched from the hub, through everything that goes wrong there, and only once."""
+    w = published(tmp_path / "m", files=files)
+    hub.files, hub.faults = {p.name: p.read_bytes() for p in (tmp_path / "m").iterdir()}, list(faults)
+    argv = ["--device=cpu", "--out_dir=who/tiny", "--max_new_tokens=3", "--prompt=hello", "--temperature=0"]
+    assert sample.main(argv) == 0 and not hub.faults
+    seen, out = len(hub.seen), capsys.readouterr().out
+    assert all(path.startswith("/who/tiny/resolve/main/") for path, *_ in hub.seen)
+    assert sample.main(argv) == 0 and capsys.readouterr().out.split("calls")[0] == out.split("calls")[0]
+    assert len(hub.seen) == seen
+    text = Tokenizer(json.dumps(bpe()), 1)
+    tokens = text.encode("hello")
+    best = slow_llama(w, tokens, LLAMA)[-1].argmax().item()
+    assert text.decode([best]).decode("utf-8", "replace").strip() in out
+    hub.faults = ["html"]
+    assert "no file of a checkpoint" in refusal(sample.main, ["--out_dir=who/other"], capsys)
+    hub.faults = ["404"]
+    assert "config.json does not exist" in refusal(sample.main, ["--out_dir=who/third"], capsys)
+    assert "no checkpoint" in refusal(sample.main, ["--out_dir=m/third"], capsys)   # the folder m is here
+
+def test_tokenizer():
+    """Merges, digits, special tokens and what the vocabulary lacks, against words that were split by hand."""
+    words = lambda text, ids: [text.decode([i]).decode() for i in ids]
+    text = Tokenizer(json.dumps(bpe()), 1)
+    assert words(text, text.encode("hello wor 12  x")) == ["hell", "o", " w", "or", " ", "1", "2", " ", " ", "x"]
+    assert text.prefix == [] and text.VOCAB_SIZE == 263 and text.decode([1]) == b""
+    assert text.encode("a<|start|>b<|end|>") == [*text.encode("a"), 0, *text.encode("b"), 1]
+    assert 0 not in text.tokens(b"a<|start|>b")
+    every = "".join(map(chr, [*range(300), 0x20ac, 0x1f600])) + "  \n\n x"
+    assert text.decode(text.encode(every)) == every.encode()
+    assert text.decode(text.encode("\udcff")) == "\ufffd".encode()
+    level = dict(type="ByteLevel", add_prefix_space=False, use_regex=True)
+    pre = lambda *parts: dict(type="Sequence", pretokenizers=list(parts))
+    merges = ("1 2", "\u0120 1", "\u0120 \u0120", "\u0120 x")
+    for part, expected in [(dict(type="Digits", individual_digits=True), ["  ", "1", "2", " ", " x"]),
+                           (dict(type="Digits", individual_digits=False), ["  ", "12", " ", " x"])]:
+        text = Tokenizer(json.dumps(bpe(merges, pre_tokenizer=pre(part, level))), 1)
+        assert words(text, text.encode("  12  x")) == expected
+    own = dict(type="Split", pattern={"Regex": r"x|[^x]+"}, behavior="Isolated", invert=False)
+    text = Tokenizer(json.dumps(bpe(merges, pre_tokenizer=pre(own, {**level, "use_regex": False}))), 1)
+    assert words(text, text.encode("  12  x")) == ["  ", "12", "  ", "x"]
+    before = dict(type="TemplateProcessing", single=[{"SpecialToken": {"id": "<|start|>"}}, {"Sequence": {}},
+                                                     {"SpecialToken": {"id": "<|end|>"}}])
+    assert Tokenizer(json.dumps(bpe(post_processor=before)), 1).prefix == [0]
+    for unknown, fuse, ids in [(None, False, []), ("<|start|>", False, [0, 0]), ("<|start|>", True, [0])]:
+        lacks = bpe(lacking=b"\x04\x06")
+        lacks["model"].update(unk_token=unknown, fuse_unk=fuse)
+        text = Tokenizer(json.dumps(lacks), 1)
+        assert text.encode("a\x04\x06") == text.encode("a") + ids
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(model=dict(type="Unigram", merges=[])), "not BPE"), (dict(normalizer={"type": "NFC"}), "normalizer"),
+    (dict(pre_tokenizer=None), "pre_tokenizer"), (dict(pre_tokenizer={"type": "Metaspace"}), "Metaspace"),
+    (dict(pre_tokenizer=dict(type="ByteLevel", add_prefix_space=True)), "pre_tokenizer"),
+    (dict(added_tokens=[dict(content="<x>", id=0, lstrip=True, rstrip=False, single_word=False)]), "<x>")])
+def test_tokenizer_refused(changes, words):
+    with pytest.raises(ValueError, match="tokenizer.json is not supported") as error:
+        Tokenizer(json.dumps(bpe(**changes)), 1)
+    assert words in str(error.value)
+
+def test_origins():
+    """The released code's choice of layers, by its formulas; where the depth does not divide, ours."""
+    config = lambda **options: MoRConfig(**{**TINY, **options})
+    for sharing, n_layer, n in [("middle_cycle", 8, 3), ("middle_cycle", 30, 2), ("cycle", 8, 2),
+                                ("middle_sequence", 14, 4), ("sequence", 12, 3), ("middle_cycle", 9, 1)]:
+        c = config(sharing=sharing, n_layer=n_layer, n_rec=n, router="none")
+        middle, L = "middle" in sharing, n_layer
+        b = (L - 2) // n if middle else L // n
+        expected = {
+            "step": [[int(x)] for x in np.round(np.linspace(1, L - 2, b) if middle else np.linspace(0, L - 1, b))],
+            "lower": [[middle + i] for i in range(b)], "upper": [[L - middle - b + i] for i in range(b)],
+            "average": [[middle + (i + r * b if "cycle" in sharing else i * n + r) for r in range(n)]
+                        for i in range(b)]}
+        for init, layers in expected.items():
+            assert [list(ids) for ids in train.origins(c, L, init)] == layers
+    c = config(n_layer=9, n_rec=3)   # 7 layers between the ends, 3 shared
+    assert [list(ids) for ids in train.origins(c, 9, "average")] == [[1, 4, 7], [2, 5], [3, 6]]
+    assert [list(ids) for ids in train.origins(c, 9, "upper")] == [[5], [6], [7]]
+
+@pytest.mark.parametrize("init", ["step", "average"])
+def test_uptraining(init, go, text, tmp_path, capsys):
+    """From a published model: the weights that training starts with, text through its tokenizer, a resumed run
+    that equals an unbroken one, and what contradicts."""
+    w = published(tmp_path / "m")
+    options = ["--init_from=m", f"--init={init}", "--n_rec=2", "--block_size=16", "--eval_rows=4", "--max_steps=6",
+               "--batch_size=2", "--dtype=float32"]
+    bare = [f"--data={text}", "--device=cpu"]
+    start = lambda more: train.main([*bare, *options, *more])
+    start(["--out_dir=frozen", "--learning_rate=1e-30"])
+    model = train.load_checkpoint("frozen")["model"]
+    a, b = ([1], [4]) if init == "step" else ([1, 3], [2, 4])
+    for block, ids in [(model.first[0], [0]), (model.shared[0], a), (model.shared[1], b), (model.last[0], [5])]:
+        up = sum(w[f"model.layers.{i}.mlp.up_proj.weight"] for i in ids) / len(ids)
+        v = sum(w[f"model.layers.{i}.self_attn.v_proj.weight"] for i in ids) / len(ids)
+        torch.testing.assert_close(block.mlp.gate_up_proj.weight.double()[24:], up, rtol=0, atol=1e-6)
+        torch.testing.assert_close(block.attn.kv_proj.weight.double()[8:], v, rtol=0, atol=1e-6)
+    assert torch.equal(model.wte.weight.double(), w["model.embed_tokens.weight"]) and len(model.shared) == 2
+    assert model.config.rope_theta == 500.0
+    start(["--out_dir=whole"])
+    start(["--out_dir=half", "--keep_steps=3"])
+    shutil.rmtree(tmp_path / "m")   # a checkpoint needs it no more
+    assert train.main(["--resume=half/step_3.pt", "--out_dir=more"]) == 0
+    assert all(torch.equal(x, y) for x, y in zip(*(weights(f"{out}/ckpt.pt").values() for out in ("whole", "more"))))
+    for extra, words in [(["--init=upper"], "--init=upper contradicts init="), (["--init_from=x"], "contradicts")]:
+        assert words in refusal(train.main, ["--resume=half/step_3.pt", "--out_dir=b", *extra], capsys)
+    capsys.readouterr()
+    assert sample.main(["--device=cpu", "--out_dir=whole", "--max_new_tokens=20", "--prompt=hello"]) == 0
+    assert capsys.readouterr().out.startswith("hello")
+    published(tmp_path / "m")
+    for extra, words in [(["--n_layer=5"], "--n_layer=5 contradicts n_layer=6"), (["--model=tiny"], "--model=tiny"),
+                         (["--block_size=65"], "64 tokens"), (["--rope_theta=1e4"], "rope_theta=500.0")]:
+        assert words in refusal(start, ["--out_dir=c", *extra], capsys)
+    assert "init=upper needs" in refusal(train.main, ["--init=upper", "--out_dir=c"], capsys)
+    assert "must be a plain model" in refusal(train.main, ["--init_from=whole", "--out_dir=c"], capsys)
+    far = dict(bpe()["added_tokens"][0], content="<|far|>", id=70000)
+    published(tmp_path / "big", vocab_size=70001, tokenizer=bpe(added_tokens=bpe()["added_tokens"] + [far]))
+    assert "ids up to 65535" in refusal(train.main, ["--init_from=big", "--out_dir=c", *bare], capsys)
+
+def test_uptraining_ours(go, capsys):
+    """A plain model of ours is a start, too."""
+    go("--n_rec=1", "--max_steps=2", "--out_dir=plain")
+    go("--init_from=plain", "--n_rec=3", "--max_steps=1", "--learning_rate=1e-30")
+    plain, model = train.load_checkpoint("plain")["model"], train.load_checkpoint("out")["model"]
+    assert torch.equal(model.last[0].mlp.down_proj.weight, plain.last[0].mlp.down_proj.weight)
+    assert torch.equal(model.shared[0].mlp.down_proj.weight, plain.shared[0].mlp.down_proj.weight)
+    argv = ["--init_from=plain", "--data=fineweb_edu", "--out_dir=b", "--device=cpu"]
+    assert "the model knows bytes" in refusal(train.main, argv, capsys)
+
+def test_translated(hub, go, monkeypatch, tmp_path):
+    """Shards of GPT-2's tokens are decoded and encoded again, one by one, and kept as long as the others."""
+    import tiktoken
+    ranks = {bytes([i]): i for i in range(256)} | {b"%05d" % i: i for i in range(256, 50256)}
+    gpt2 = tiktoken.Encoding("gpt2", pat_str=r"\S+|\s+", mergeable_ranks=ranks,
+                             special_tokens={"<|endoftext|>": 50256})
+    monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": gpt2}.get)
+    texts = [["hello é", "two words"], ["hello", ""], ["more", "x" * 99], ["end"]]
+    for i, documents in enumerate(texts):
+        ids = np.array([t for d in documents for t in (fineweb_edu.EOF, *d.encode())], dtype="<u2")
+        name = f"edu_fineweb_train_{i:06}.bin" if i else "edu_fineweb_val_000000.bin"
+        hub.files[name] = token_bytes(len(ids))[:HEADER] + ids.tobytes()
+    text = Tokenizer(json.dumps(bpe()), 1)
+    source = fineweb_edu.source("fineweb_edu", tmp_path, 2, text)
+    expected = [[t for d in documents for t in (1, *text.encode(d))] for documents in texts]
+    assert read_tokens(source.val).tolist() == expected[0] and source.tokenizer == text.description
+    for i in range(3):
+        assert source.train(i).tolist() == expected[i + 1]
+        next(iter(source.train.ahead.values())).join()
+    assert source.train(3) is None
+    left = sorted(path.relative_to(tmp_path).as_posix().split("/", 1)[1] for path in tmp_path.rglob("*train*"))
+    assert left == sorted([f"edu_fineweb_train_000003.bin", f"{text.name}/edu_fineweb_train_000003.bin"])
+    asked = len(hub.seen)
+    next(tmp_path.glob("*/edu_fineweb_train_000003.bin")).unlink()   # what was encoded is enough
+    again = fineweb_edu.source("fineweb_edu", tmp_path, 0, text)
+    assert again.val == source.val and again.train(2).tolist() == expected[3]
+    assert not [path for path, *_ in hub.seen[asked:] if "000003" in path]
+    assert again.name != fineweb_edu.source("fineweb_edu", tmp_path, 0).name
+    assert text.VOCAB_SIZE == again.vocab_size
+
 def test_gpt2_text(go, capsys, monkeypatch, hub):
     """A checkpoint says how its ids become text: here by tiktoken, with a vocabulary of bytes and of pairs
     that begin with a space; padded ids are not drawn. Where tiktoken has no vocabulary, a line says so."""
@@ -1850,7 +2166,7 @@ def test_bench_quality(small, text, monkeypatch, capsys):
         """As subprocess.Popen, in this process, where threads cannot have signals."""
         commands.append(command[2:])
         return SimpleNamespace(returncode=train.main(command[2:]), communicate=lambda: ("", ""))
-    monkeypatch.setattr(train, "find_source", lambda tc: python_source.source(str(text), tc.data_dir))
+    monkeypatch.setattr(train, "find_source", lambda tc, tokenizer=None: python_source.source(str(text), tc.data_dir))
     monkeypatch.setattr(train.signal, "signal", lambda *args: None)
     monkeypatch.setattr(bench, "study", lambda config: few)
     monkeypatch.setattr(bench.subprocess, "Popen", run)

@@ -34,13 +34,15 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
+import numpy as np
 import torch
 from torch import distributed as dist, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from data import fineweb_edu, python_source
+from data import fineweb_edu, pretrained, python_source
 from data.shards import Reader, val_batches
 from data.system import cannot_write, lock, mute, remove, replacing
+from data.tokenizer import Tokenizer
 from mor import LossFreeRouter, MoR, MoRConfig, PRESETS, check_fields, flops_per_token, n_params, require
 
 def path(text):
@@ -58,6 +60,8 @@ class TrainConfig:
     data_dir: path = "data"  # where token files are built, and shards kept
     keep_shards: int = 0  # keep this many shards on disk, 2 or more, and delete the others; 0: keep all
     out_dir: path = "out"  # where checkpoints and log.jsonl go
+    init_from: path = ""  # a plain model to start from: a published Llama, folder or name on the hub; or ours
+    init: Literal["step", "upper", "lower", "average"] = "step"  # its layers that the shared block starts as
     resume: path = ""  # a checkpoint, or a folder with a ckpt.pt, to go on from
     max_steps: int = 2200  # optimizer steps in all
     flops: float = 0.0  # instead of max_steps: forward FLOPs as the paper counts them, as in 16.5e18
@@ -80,6 +84,7 @@ class TrainConfig:
         check_fields(self, most=dict(batch_tokens=10**7), seed=0, warmup_steps=0, keep_shards=2)
         require(self.data and self.data_dir and self.out_dir,
                 f"data={self.data}, data_dir={self.data_dir} and out_dir={self.out_dir} must not be empty")
+        require(self.init_from or self.init == "step", f"init={self.init} needs an --init_from")
         require(self.learning_rate > 0, f"learning_rate={self.learning_rate} must be a positive number")
         require(self.seed < 2**32, f"seed={self.seed} must be 0 to {2**32 - 1}")
         require(re.fullmatch(r"(\d+(,\d+)*)?", self.keep_steps),
@@ -125,6 +130,33 @@ def make_optimizer(model, config):
     groups = [dict(key, params=params) for key, params in groups.items()]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
 
+def origins(config, n_layer, init):
+    """For each shared layer, the layers (from 0) of a plain Transformer whose mean it starts as."""
+    # DIFFERS: where n_rec does not divide the depth, the released code has fewer layers, and we more.
+    n, b, first = config.n_rec, config.n_shared, config.n_unshared // 2
+    end = n_layer - first   # of those in the middle
+    if init == "step":
+        return [[layer] for layer in np.linspace(first, end - 1, b).round().astype(int)]
+    if init == "average":   # of the layers that it stands in for
+        return [range(first + i, end, b) if config.cyclic else range(first + i * n, end)[:n] for i in range(b)]
+    return [[i + (first if init == "lower" else end - b)] for i in range(b)]
+
+@torch.no_grad()
+def uptrained(plain, config, init):
+    """A new MoR that starts from a plain model (the paper's Table 12). Only its routers are new."""
+    model, layers = MoR(config), [*plain.first, *plain.shared, *plain.last]
+
+    def copy(part, *others):
+        for p, *values in zip(part.parameters(), *(other.parameters() for other in others)):
+            p.copy_(sum(values) / len(values))
+    ends = [layers[:1], layers[-1:]] if config.n_unshared else [[], []]
+    blocks = [*zip(model.first, ends[0]), *zip(model.last, ends[1])]
+    blocks += [(block, *(layers[i] for i in ids))
+               for block, ids in zip(model.shared, origins(config, len(layers), init))]
+    for block, *others in [(model.wte, plain.wte), (model.norm, plain.norm), *blocks]:
+        copy(block, *others)
+    return model
+
 class Loss(nn.Module):
     """The model in training, without its logits: even if nobody uses them, autograd makes a gradient for all
     that compiled code returns, here 6.5 GB for 16 rows of 360m."""
@@ -137,7 +169,7 @@ class Loss(nn.Module):
 
 class Run:
     """One training run: model, optimizer, data and step, all that a checkpoint holds."""
-    def __init__(self, config, tc, source, checkpoint=None):
+    def __init__(self, config, tc, source, checkpoint=None, plain=None):
         self.config, self.tc, self.source, self.step = config, tc, source, 0
         self.reading = False   # is a step waiting for its data?
         self.device = pick_device(tc.device)
@@ -147,7 +179,8 @@ class Run:
         torch.set_float32_matmul_precision("high" if tc.dtype == "float32" else "highest")
         warnings.filterwarnings("ignore", "TensorFloat32")   # which the compiler recommends
         torch.manual_seed(tc.seed)
-        self.model = (checkpoint["model"] if checkpoint else MoR(config)).to(self.device).train()
+        model = checkpoint["model"] if checkpoint else uptrained(plain, config, tc.init) if plain else MoR(config)
+        self.model = model.to(self.device).train()
         self.optimizer = make_optimizer(self.model, tc)
         if checkpoint:
             self.step = checkpoint["step"]
@@ -383,13 +416,17 @@ def load_checkpoint(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         model = MoR(MoRConfig(**checkpoint["config"]))
         model.load_state_dict(checkpoint["model"])
-        TrainConfig(**checkpoint["train_config"])
+        tc = TrainConfig(**checkpoint["train_config"])
         parts = {"step", "optimizer", "reader", "rng", "data", "tokenizer"}
         require(parts <= set(checkpoint), "parts of it are missing")
     except Exception as error:
         reason = f"{type(error).__name__}: {brief(error)}"
         raise ValueError(f"{path} is not a checkpoint of this project ({reason})") from None
-    return {**checkpoint, "model": model, "path": path}
+    return {**checkpoint, "config": asdict(model.config), "train_config": asdict(tc), "model": model, "path": path}
+
+def load_model(name, data_dir):
+    """A checkpoint of ours, see above, or a published one, see pretrained.load."""
+    return pretrained.load(name, data_dir) if pretrained.is_published(name) else load_checkpoint(name)
 
 def save_checkpoint(path, state):
     """Write a checkpoint, see `replacing`."""
@@ -437,9 +474,12 @@ def machine(device):
         return dict(dtype="bfloat16"), "a processor that multiplies bfloat16"
     return {}, "nothing here multiplies bfloat16 fast, so float32"
 
-def recipe(model, device):
+def recipe(model, device, plain=None):
     """Defaults that depend on the model: tiny has TrainConfig's, the paper's sizes those of its ablations,
-    except that a step has a quarter of the paper's tokens."""
+    except that a step has a quarter of the paper's tokens. A plain model to start from has its own sizes."""
+    if plain and device.type == "cpu":   # a quarter of an hour on two cores for 135M
+        return dict(block_size=256, batch_size=2, learning_rate=1e-3, max_steps=200, eval_interval=100,
+                    eval_rows=64, log_interval=10)
     if model == "tiny":
         return {}
     rows = 1   # in a micro-batch: a power of two, up to the paper's 16; a row of 360m is estimated at 5 GB
@@ -450,7 +490,7 @@ def recipe(model, device):
     return dict(data="fineweb_edu", learning_rate=3e-3, batch_size=rows, batch_tokens=2**19, log_interval=10,
                 eval_interval=1000, eval_rows=800)
 
-def settle(given, checkpoint, world=1):
+def settle(given, checkpoint, world=1, plain=None):
     """MoRConfig and TrainConfig of this run: command line over checkpoint, or over machine and recipe."""
     require("flops" not in given or "max_steps" not in given,
             f"--flops={given.get('flops')} and --max_steps={given.get('max_steps')}: give one of them")
@@ -466,7 +506,17 @@ def settle(given, checkpoint, world=1):
         device = pick_device(given.get("device", "auto"))
         base = {"model": "tiny", **machine(device)[0]}
         model = given.get("model", base["model"])
-        base |= PRESETS[model] | recipe(model, device)
+        base |= PRESETS[model] | recipe(model, device, plain)
+        if plain:
+            sizes = {name: plain["config"][name] for name in [*PRESETS["tiny"], "rope_theta"]}
+            longest = sizes.pop("block_size")
+            for name, value in given.items():
+                require(name != "model" and value == sizes.get(name, value), f"--{name}={value} contradicts "
+                        f"{name}={sizes.get(name, 'of its own')} of --init_from={given['init_from']}: leave it out")
+            base |= sizes
+            base["block_size"] = min(base["block_size"], longest)
+            require(given.get("block_size", 1) <= longest, f"--block_size={given.get('block_size')} is more "
+                    f"than the {longest} tokens that --init_from={given['init_from']} knows")
     base.update(given)
     ours = {f.name: base.pop(f.name) for f in fields(MoRConfig) if f.name in base}
     config, tc = MoRConfig(**ours), TrainConfig(**base)
@@ -487,11 +537,23 @@ def settle(given, checkpoint, world=1):
     tc.compile = tc.compile and not (config.routed and config.router == "token")
     return config, tc
 
-def find_source(tc):
-    """The data, see shards.Source."""
+def find_source(tc, tokenizer=None):
+    """The data, see shards.Source; for the tokenizer that a model has already, if it has one."""
+    ours = "gpt2" if tc.data in fineweb_edu.SETS else "bytes"
+    text = find_text(tokenizer) if isinstance(tokenizer, dict) else None
+    require(text or tokenizer in (None, ours), f"--data={tc.data} has tokens of kind {ours}, but the model knows "
+            f"{tokenizer}: choose other --data")
+    require(not text or text.VOCAB_SIZE <= 2**16, f"--init_from={tc.init_from} has ids up to "
+            f"{text and text.VOCAB_SIZE - 1}, and token files hold ids up to {2**16 - 1}")
     if tc.data in fineweb_edu.SETS:
-        return fineweb_edu.source(tc.data, tc.data_dir, tc.keep_shards)
-    return python_source.source(tc.data, tc.data_dir)
+        return fineweb_edu.source(tc.data, tc.data_dir, tc.keep_shards, text)
+    return python_source.source(tc.data, tc.data_dir, text)
+
+def find_text(tokenizer):
+    """What encodes and decodes the text of a checkpoint: EOF, VOCAB_SIZE, encode, decode, prefix."""
+    if isinstance(tokenizer, dict):
+        return Tokenizer(**tokenizer)
+    return {"bytes": python_source, "gpt2": fineweb_edu}[tokenizer]
 
 def check_out_dir(tc, checkpoint):
     """Refuses an out_dir that holds checkpoints, except to a run that goes on from its ckpt.pt."""
@@ -586,7 +648,12 @@ def main(argv):
     if rank:   # one process speaks, and writes
         sys.stdout = open(os.devnull, "w")
     checkpoint = load_checkpoint(given["resume"]) if "resume" in given else None
-    config, tc = settle(given, checkpoint, world)
+    plain = None
+    if given.get("init_from") and not checkpoint:
+        plain = load_model(given["init_from"], given.get("data_dir", "data"))
+        plain["config"] = asdict(plain["model"].config)
+        require(plain["config"]["n_rec"] == 1, f"--init_from={given['init_from']} must be a plain model, n_rec=1")
+    config, tc = settle(given, checkpoint, world, plain)
     device = pick_device(tc.device)
     print(f"{device}: {machine(device)[1]}. Chosen: --model={tc.model} --data={tc.data} --dtype={tc.dtype} "
           f"--compile={tc.compile}; --help lists what else there is")
@@ -597,14 +664,14 @@ def main(argv):
         if alone:
             remove(*Path(tc.out_dir).glob("*.pt.*.tmp"))   # of a run that was killed while it saved
         check_out_dir(tc, checkpoint)
-        source = find_source(tc)
-        if "vocab_size" not in given and not checkpoint:
+        source = find_source(tc, (checkpoint or plain or {}).get("tokenizer"))
+        if "vocab_size" not in given and not checkpoint and not plain:
             config.vocab_size = source.vocab_size
         require(config.vocab_size >= source.vocab_size,
                 f"vocab_size={config.vocab_size} must be {source.vocab_size} or more for {tc.data}")
         if checkpoint and checkpoint["data"] != source.name:
             print(f"note: the checkpoint was trained on {checkpoint['data']}, and this is {source.name}")
-        run = Run(config, tc, source, checkpoint)
+        run = Run(config, tc, source, checkpoint, plain and plain["model"])
         settings = {**asdict(config), **asdict(tc)}
         print(f"{n_params(config):,} parameters, {config.effective_depth} layers deep: {config.n_shared} "
               f"shared x {config.n_rec} + {config.n_unshared}")

@@ -7,6 +7,8 @@ import os
 import re
 import threading
 import time
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ import requests
 from requests.exceptions import ChunkedEncodingError, ProxyError, SSLError
 from tqdm import tqdm
 
-from data.shards import HEADER, MAGIC, VERSION, Source, count_tokens, read_tokens
+from data.shards import HEADER, MAGIC, VERSION, Source, count_tokens, read_tokens, write_tokens
 from data.system import cannot_write, lock, remove, say
 
 # --data -> dataset on the Hugging Face hub, and how the names of its files begin.
@@ -22,6 +24,7 @@ SETS = {"fineweb_edu": ("karpathy/fineweb-edu-100B-gpt2-token-shards", "edu_fine
         "fineweb_edu_10b": ("kjj0/finewebedu10B-gpt2", "finewebedu")}
 EOF = 50256   # <|endoftext|>; in the shards it stands before each document
 VOCAB_SIZE = 50257
+prefix = [EOF]   # what a prompt begins with: the beginning of a document
 PADDED = 50304   # rows of the embedding: a multiple of 128, which GPUs multiply faster
 VAL_TOKENS = 10_000_000   # of the 100M in the validation file
 START = np.array([MAGIC, VERSION], dtype="<i4").tobytes()   # of every token file
@@ -34,8 +37,10 @@ class Fetch(threading.Thread):
     """One token file on its way from url to path, in the background; with a limit, only its first tokens.
 
     What has come lies in a part, a file named after the version (ETag) that it is of; the next try, or run,
-    goes on from its end. The final name appears when magic, version, count and size agree.
+    goes on from its end. The final name appears when magic, version, count and size agree. pretrained.py
+    fetches other kinds of files with it.
     """
+    kind, instead, room = "shard", "--data=python needs no network", "; --keep_shards=2 bounds what is kept"
     met = False   # whether a server has answered this process: then proxy and certificates are right
 
     def __init__(self, url, path, limit=None):
@@ -63,8 +68,18 @@ class Fetch(threading.Thread):
             raise ValueError(f"{shown(self.url)} does not exist (status 404): check HF_ENDPOINT and HF_TOKEN")
         if self.missing:
             return None
-        check(self.path)
+        self.check(self.path)
         return self.path
+
+    def promised(self, path):
+        """Bytes of the whole file, by what has come of it; None if that is too little to say. ValueError if
+        it is another kind of file."""
+        if path.stat().st_size < HEADER and START.startswith(path.open("rb").read(8)):
+            return None
+        return HEADER + 2 * count_tokens(path)
+
+    def check(self, path):
+        check(path)
 
     def part(self):
         """The part that there is, or None."""
@@ -86,7 +101,7 @@ class Fetch(threading.Thread):
                     self.fetch()
         except OSError as error:
             error = cannot_write(self.path, error, "--data_dir")
-            self.error = OSError(f"{error}; --keep_shards=2 bounds what is kept")
+            self.error = OSError(f"{error}{self.room}")
         except Exception as error:   # for the thread that waits
             self.error = error
 
@@ -112,7 +127,7 @@ class Fetch(threading.Thread):
                 setting = isinstance(error, (ProxyError, SSLError)) or type(error) is OSError
                 if failures == TRIES or lasting or setting and not self.met:
                     raise ValueError(f"{shown(self.url)} cannot be had ({reason}): check the network, "
-                                     "HF_ENDPOINT and HF_TOKEN; --data=python needs no network") from None
+                                     f"HF_ENDPOINT and HF_TOKEN; {self.instead}") from None
                 after = number(answer.headers.get("Retry-After", "")) if status else None
                 pause = 2 ** (failures - 1) if after is None else min(after, LONGEST_WAIT)
                 say(f"{self.path.name}: {reason}; trying again in {pause} s")
@@ -122,8 +137,8 @@ class Fetch(threading.Thread):
         """Ask once for what is missing. Raises requests.RequestException if the file is incomplete still."""
         part, have, whole = self.part(), self.have(), None
         try:
-            whole = part and self.wanted(HEADER + 2 * count_tokens(part))
-        except ValueError:   # too short, or no shard
+            whole = part and self.wanted(self.promised(part))
+        except ValueError:   # it is something else
             part.unlink()
             part, have = None, 0
         if part and have == whole:   # all of it had come before a run was killed
@@ -176,27 +191,26 @@ class Fetch(threading.Thread):
 
     def finish(self, part, total):
         """Give a part its final name, if it is what it should be. total: bytes of the whole file, if known.
-        Raises requests.RequestException if some are missing, ValueError if it is no shard."""
+        Raises requests.RequestException if some are missing, ValueError if it is something else."""
         size, begins = part.stat().st_size, part.open("rb").read(16)
         try:
-            if size < HEADER and START.startswith(begins[:8]):
-                raise requests.ConnectionError(f"only {size} bytes came")
-            n = count_tokens(part)
-            if total and total != HEADER + 2 * n:
-                raise ValueError(f"it has {total} bytes, but {n} tokens make {HEADER + 2 * n}")
-            whole = self.wanted(HEADER + 2 * n)
-            if size < whole:
-                raise requests.ConnectionError(f"only {size} of {whole} bytes came")
-            if self.limit and n > self.limit:   # a prefix gets a header of its own
+            promised = self.promised(part)
+            if total and (promised or size >= total) and promised != total:
+                raise ValueError(f"it has {total} bytes, but its beginning promises {promised or 'more'}")
+            whole = self.wanted(promised)
+            if promised is None or size < whole:
+                of = f" of {whole}" if promised else ""
+                raise requests.ConnectionError(f"only {size}{of} bytes came")
+            if whole < promised:   # a prefix gets a header of its own
                 with open(part, "r+b") as f:
                     f.truncate(whole)
                     f.seek(8)
                     f.write(np.array(self.limit, dtype="<i4").tobytes())
                     os.fsync(f.fileno())
-            check(part)
+            self.check(part)
         except ValueError as error:
             part.unlink()
-            raise ValueError(f"{shown(self.url)} is no shard, beginning with {begins}: {error}") from None
+            raise ValueError(f"{shown(self.url)} is no {self.kind}, beginning with {begins}: {error}") from None
         os.replace(part, self.path)
 
 def number(text):
@@ -230,12 +244,41 @@ def shown(url):
     """A url, or text around it, without the name and password that it may hold."""
     return re.sub(r"(?<=//).*@|^[^/]*@", "", url)
 
-def check(path):
-    """ValueError if a file is not whole, or not in GPT-2's vocabulary."""
+def check(path, vocab_size=VOCAB_SIZE):
+    """ValueError if a file is not whole, or not in the vocabulary, GPT-2's."""
     tokens = read_tokens(path)
-    if len(tokens) and tokens.max() >= VOCAB_SIZE:
-        raise ValueError(f"{path} holds id {tokens.max()}, but the last of GPT-2's is {VOCAB_SIZE - 1}: "
+    if len(tokens) and tokens.max() >= vocab_size:
+        raise ValueError(f"{path} holds id {tokens.max()}, but the last that it can hold is {vocab_size - 1}: "
                          "delete it, and it is fetched again")
+
+class Translated(Fetch):
+    """The same, then decoded and encoded again with another tokenizer, into a folder of its own."""
+    def __init__(self, text, url, path, limit=None):
+        self.text, self.translated = text, path.parent / text.name / path.name
+        super().__init__(url, path, limit)
+
+    def fetch(self):
+        super().fetch()
+        if not self.missing:
+            self.translated.parent.mkdir(exist_ok=True)
+            write_tokens(self.translated, translate(read_tokens(self.path), self.text))
+
+    def run(self):
+        if not self.translated.exists():
+            super().run()
+        self.path = self.translated
+
+    def check(self, path):
+        check(path, self.text.VOCAB_SIZE if path == self.translated else VOCAB_SIZE)
+
+def translate(tokens, text):
+    """Documents of GPT-2 tokens, each behind an EOF, as uint16 arrays of another tokenizer's."""
+    gpt2, begins = encoding(), np.flatnonzero(tokens == EOF)
+    for i, j in pairwise([0, *begins, len(tokens)]):
+        document = tokens[i:j]
+        if len(document) and document[0] == EOF:
+            yield np.array([text.EOF], dtype=np.uint16)
+        yield text.tokens(gpt2.decode_bytes(document[document != EOF].tolist()))
 
 class Shards:
     """Shard number -> tokens of that training file, None past the last one; fetches the next one meanwhile.
@@ -243,12 +286,13 @@ class Shards:
     keep: how many training files stay, including the one in use and the one ahead; 0: all. Another run that
     had use for one of the others fetches it again.
     """
-    def __init__(self, url, folder, prefix, keep):
-        self.url, self.folder, self.prefix, self.keep, self.ahead = url, folder, prefix, keep, {}
+    def __init__(self, fetch, url, folder, prefix, keep):
+        self.fetching, self.url, self.folder, self.prefix, self.keep = fetch, url, folder, prefix, keep
+        self.ahead = {}
 
     def fetch(self, i):
         name = f"{self.prefix}_train_{i + 1:06}.bin"   # the first is 1
-        return Fetch(f"{self.url}/{name}", self.folder / name)
+        return self.fetching(f"{self.url}/{name}", self.folder / name)
 
     def __call__(self, i):
         fetch = self.ahead.pop(i, None)
@@ -258,15 +302,15 @@ class Shards:
         if path is None:
             return None
         if self.keep:
-            for old in self.folder.glob(f"{self.prefix}_train_*.bin"):
+            name = f"{self.prefix}_train_*.bin"
+            for old in {*self.folder.glob(name), *path.parent.glob(name)}:
                 if int(old.stem[-6:]) - 1 not in range(i + 2 - self.keep, i + 2):
                     remove(old)
         self.ahead = {i + 1: self.fetch(i + 1)}
         return read_tokens(path)
 
-def source(data, data_dir, keep_shards):
-    """The Source for a name in SETS; waits for the validation tokens if they are not below data_dir yet."""
-    repo, prefix = SETS[data]
+def hub():
+    """The address of the hub. ValueError for settings that cannot be."""
     endpoint = os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or "https://huggingface.co"
     try:
         fine = re.fullmatch(r"https?://[!-~]+", endpoint) and requests.Request("GET", endpoint).prepare()
@@ -276,10 +320,19 @@ def source(data, data_dir, keep_shards):
         raise ValueError(f"HF_ENDPOINT={shown(endpoint)} must be an address like https://huggingface.co")
     if not re.fullmatch(r"[!-~]*", os.environ.get("HF_TOKEN", "").strip()):
         raise ValueError("HF_TOKEN holds characters that no token has: set it again, or unset it")
-    url, folder = f"{endpoint}/datasets/{repo}/resolve/main", Path(data_dir) / repo.split("/")[1]
-    name = f"{prefix}_val_000000.bin"
-    val = Fetch(f"{url}/{name}", folder / name, VAL_TOKENS).wait()
-    return Source(Shards(url, folder, prefix, keep_shards), val, repo, PADDED, tokenizer="gpt2")
+    return endpoint
+
+def source(data, data_dir, keep_shards, text=None):
+    """The Source for a name in SETS; waits for the validation tokens if they are not below data_dir yet.
+    text: the tokenizer to encode it with, see pretrained.Tokenizer; None: GPT-2's."""
+    repo, prefix = SETS[data]
+    url, folder = f"{hub()}/datasets/{repo}/resolve/main", Path(data_dir) / repo.split("/")[1]
+    name, fetch = f"{prefix}_val_000000.bin", partial(Translated, text) if text else Fetch
+    val = fetch(f"{url}/{name}", folder / name, limit=VAL_TOKENS).wait()
+    shards = Shards(fetch, url, folder, prefix, keep_shards)
+    if text:
+        return Source(shards, val, f"{repo}-{text.name}", text.VOCAB_SIZE, text.description)
+    return Source(shards, val, repo, PADDED, tokenizer="gpt2")
 
 def encoding():
     """tiktoken's gpt2, which comes from the network once and then from its cache. ValueError if it cannot."""

@@ -16,6 +16,7 @@ from data.system import lock, remove, say
 
 EOF = 256
 VOCAB_SIZE = 257
+prefix = [EOF]   # what a prompt begins with: the beginning of a file
 CHUNK = 1 << 24   # bytes, or characters, read at a time
 NOT_LIBRARY = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
 MARKS = {b"\xff\xfe\0\0": "utf-32", b"\0\0\xfe\xff": "utf-32", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
@@ -82,14 +83,18 @@ def split(sizes):
         return [piece for i, piece in enumerate(whole) if i % 20 != 19], whole[19::20]
     return [(path, 0, n * 95 // 100) for path, n in sizes], [(path, n * 95 // 100, n) for path, n in sizes]
 
-def tokens(pieces):
-    """The bytes of each piece as uint16 arrays, and EOF behind each."""
+def tokens(pieces, text=None):
+    """The tokens of each piece as uint16 arrays, and EOF behind each. text: see `source`."""
     for path, start, end in pieces:
+        rest = b""
         for chunk in read(path):
-            wanted = chunk[max(0, start):max(0, end)]
+            rest += chunk[max(0, start):max(0, end)]
             start, end = start - len(chunk), end - len(chunk)
-            yield np.frombuffer(wanted, dtype=np.uint8).astype(np.uint16)
-        yield np.array([EOF], dtype=np.uint16)
+            cut = rest.rfind(b"\n") + 1 if text else len(rest)   # between lines: no character is cut
+            yield text.tokens(rest[:cut]) if text else np.frombuffer(rest, dtype=np.uint8).astype(np.uint16)
+            rest = rest[cut:]
+        yield from [text.tokens(rest)] if rest else []
+        yield np.array([text.EOF if text else EOF], dtype=np.uint16)
 
 def measure(files):
     """The size of each file in bytes, and eight letters that say what is in them."""
@@ -101,34 +106,37 @@ def measure(files):
         key.update(f"end at {sizes[path]}".encode())
     return sizes, key.hexdigest()[:8]
 
-def source(data, data_dir):
+def source(data, data_dir, text=None):
     """The Source for data="python" or a path. Builds its two token files below data_dir on first use, and
-    deletes those of the same text as it was before."""
+    deletes those of the same text as it was before. text: the tokenizer, see pretrained.Tokenizer; None:
+    bytes."""
     root, files, left_out = find(data)
-    sizes, text = measure(files)
+    sizes, content = measure(files)
     left = f"; left out {len(left_out):,}: {', '.join(left_out[:9])}" if left_out else ""
     if not sum(sizes.values()):
         raise ValueError(f"--data={data} holds no text: name a text file or a folder of text{left}")
     name = f"python-{platform.python_version()}" if data == "python" else Path(data).resolve().name
     place = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:8]
-    folder = Path(data_dir) / f"{name}-{place}"
-    built = folder / f"train-{text}.bin", folder / f"val-{text}.bin"   # other text, other names
+    encoded = f"-{text.name}" if text else ""
+    folder = Path(data_dir) / f"{name}-{place}{encoded}"
+    built = folder / f"train-{content}.bin", folder / f"val-{content}.bin"   # other text, other names
     folder.mkdir(parents=True, exist_ok=True)
     if not all(path.exists() for path in built):
         with open(folder / "lock", "a") as file:
             alone = lock(file, wait=True)
             if not all(path.exists() for path in built):   # nor has another process built them meanwhile
                 pieces = split([*sizes.items()])
-                n = [write_tokens(path, tokens(part)) for path, part in zip(built, pieces)]
-                if measure(files)[1] != text:
+                n = [write_tokens(path, tokens(part, text)) for path, part in zip(built, pieces)]
+                if measure(files)[1] != content:
                     remove(*built)
                     raise ValueError(f"--data={data} was changed while it was read: start again")
                 print(f"built {folder} from {len(files):,} files: {n[0]:,} tokens, {n[1]:,} of "
                       f"validation{left}")
             if alone:   # older text, and what killed processes left; a run that has a file open keeps it
                 remove(*set(folder.glob("*.bin*")) - set(built))
-    held, name = read_tokens(built[0]), f"{name}-{text}"   # held for good, whoever builds here meanwhile
-    return Source(lambda i: held if i == 0 else None, built[1], name, VOCAB_SIZE, tokenizer="bytes")
+    held = read_tokens(built[0])   # held for good, whoever builds here meanwhile
+    return Source(lambda i: held if i == 0 else None, built[1], f"{name}-{content}{encoded}",
+                  text.VOCAB_SIZE if text else VOCAB_SIZE, text.description if text else "bytes")
 
 def encode(text):
     """Tokens of a text (str or bytes); what Python could not decode in an argument becomes its bytes
