@@ -131,8 +131,8 @@ def logit(p):   # the z whose sigmoid is p
 def rope(position, config, dtype):
     """cos and sin, (N, 1, D) each, of the angles t * theta^(-2i/D) by which tokens at positions t (N,) turn
     their pairs (i, i + D/2). sin has a minus in its first half, where a rotation has one."""
-    D = config.head_dim
-    freq = config.rope_theta ** (-torch.arange(0, D, 2, device=position.device, dtype=dtype) / D)      # (D/2,)
+    pair = torch.arange(0, config.head_dim, 2, device=position.device, dtype=dtype)
+    freq = config.rope_theta ** (-pair / config.head_dim)                                  # (D/2,)
     angle = position[:, None, None] * freq                                                 # (N, 1, D/2)
     sin = angle.sin()
     return torch.cat([angle, angle], dim=2).cos(), torch.cat([-sin, sin], dim=2)
@@ -141,14 +141,27 @@ def rotate(x, cos_sin):   # each pair (a, b) in heads x (N, H, D) becomes (a cos
     cos, sin = cos_sin
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
+class Linear(nn.Linear):
+    """A matrix without bias. A CPU multiplies it by the few tokens of a call of the engine up to five times as
+    fast (measured: MKL, float32, 2 to 32 rows) in the order W x^T, and by two rows faster than by one."""
+    def __init__(self, n_in, n_out):
+        super().__init__(n_in, n_out, bias=False)
+
+    def forward(self, x):   # (N, n_in) -> (N, n_out)
+        few = x.dtype == torch.float32 and x.device.type == "cpu" and 0 < len(x) <= 48
+        if not few or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return super().forward(x)
+        rows = x if len(x) > 1 else x.repeat(2, 1)
+        return torch.mm(self.weight, rows.t()).t()[:len(x)]
+
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.G = config.n_kv_head
         self.D = config.head_dim
-        self.q_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.kv_proj = nn.Linear(config.n_embd, 2 * self.G * self.D, bias=False)   # always needed together
-        self.o_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.q_proj = Linear(config.n_embd, config.n_embd)
+        self.kv_proj = Linear(config.n_embd, 2 * self.G * self.D)   # always needed together
+        self.o_proj = Linear(config.n_embd, config.n_embd)
 
     def forward(self, x, rows, layer):
         q = rotate(self.q_proj(x).view(len(x), -1, self.D), rows.rope)                     # (N, H, D)
@@ -162,8 +175,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.gate_up_proj = nn.Linear(config.n_embd, 2 * config.n_ff, bias=False)
-        self.down_proj = nn.Linear(config.n_ff, config.n_embd, bias=False)
+        self.gate_up_proj = Linear(config.n_embd, 2 * config.n_ff)
+        self.down_proj = Linear(config.n_ff, config.n_embd)
 
     def forward(self, x):
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
@@ -197,7 +210,7 @@ class MoR(nn.Module):
         self.shared = blocks(config.n_shared)
         self.last = blocks(config.n_unshared // 2)
         self.norm = nn.RMSNorm(config.n_embd, eps=1e-5)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.n_embd, config.vocab_size)
         self.lm_head.weight = self.wte.weight
         self.router = make_router(config) if config.routed else None
         for module in self.modules():

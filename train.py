@@ -138,7 +138,7 @@ def origins(config, n_layer, init):
     if init == "step":
         return [[layer] for layer in np.linspace(first, end - 1, b).round().astype(int)]
     if init == "average":   # of the layers that it stands in for
-        return [range(first + i, end, b) if config.cyclic else range(first + i * n, end)[:n] for i in range(b)]
+        return [range(first, end)[i::b] if config.cyclic else range(first, end)[i * n:][:n] for i in range(b)]
     return [[i + (first if init == "lower" else end - b)] for i in range(b)]
 
 @torch.no_grad()
@@ -179,8 +179,8 @@ class Run:
         torch.set_float32_matmul_precision("high" if tc.dtype == "float32" else "highest")
         warnings.filterwarnings("ignore", "TensorFloat32")   # which the compiler recommends
         torch.manual_seed(tc.seed)
-        model = checkpoint["model"] if checkpoint else uptrained(plain, config, tc.init) if plain else MoR(config)
-        self.model = model.to(self.device).train()
+        new = lambda: uptrained(plain, config, tc.init) if plain else MoR(config)
+        self.model = (checkpoint["model"] if checkpoint else new()).to(self.device).train()
         self.optimizer = make_optimizer(self.model, tc)
         if checkpoint:
             self.step = checkpoint["step"]
@@ -422,7 +422,8 @@ def load_checkpoint(path):
     except Exception as error:
         reason = f"{type(error).__name__}: {brief(error)}"
         raise ValueError(f"{path} is not a checkpoint of this project ({reason})") from None
-    return {**checkpoint, "config": asdict(model.config), "train_config": asdict(tc), "model": model, "path": path}
+    return {**checkpoint, "config": asdict(model.config), "train_config": asdict(tc), "model": model,
+            "path": path}
 
 def load_model(name, data_dir):
     """A checkpoint of ours, see above, or a published one, see pretrained.load."""
@@ -490,6 +491,17 @@ def recipe(model, device, plain=None):
     return dict(data="fineweb_edu", learning_rate=3e-3, batch_size=rows, batch_tokens=2**19, log_interval=10,
                 eval_interval=1000, eval_rows=800)
 
+def start_sizes(given, plain, block_size):
+    """The sizes that --init_from decides. Rows are as long as given, or as block_size, if it knows such."""
+    sizes = {name: plain["config"][name] for name in [*PRESETS["tiny"], "rope_theta"]}
+    longest, whose = sizes.pop("block_size"), f"--init_from={given['init_from']}"
+    for name, value in given.items():
+        require(name != "model" and value == sizes.get(name, value), f"--{name}={value} contradicts "
+                f"{name}={sizes.get(name, 'of its own')} of {whose}: leave it out")
+    require(given.get("block_size", 1) <= longest,
+            f"--block_size={given.get('block_size')} is more than the {longest} tokens that {whose} knows")
+    return {**sizes, "block_size": min(block_size, longest)}
+
 def settle(given, checkpoint, world=1, plain=None):
     """MoRConfig and TrainConfig of this run: command line over checkpoint, or over machine and recipe."""
     require("flops" not in given or "max_steps" not in given,
@@ -508,15 +520,7 @@ def settle(given, checkpoint, world=1, plain=None):
         model = given.get("model", base["model"])
         base |= PRESETS[model] | recipe(model, device, plain)
         if plain:
-            sizes = {name: plain["config"][name] for name in [*PRESETS["tiny"], "rope_theta"]}
-            longest = sizes.pop("block_size")
-            for name, value in given.items():
-                require(name != "model" and value == sizes.get(name, value), f"--{name}={value} contradicts "
-                        f"{name}={sizes.get(name, 'of its own')} of --init_from={given['init_from']}: leave it out")
-            base |= sizes
-            base["block_size"] = min(base["block_size"], longest)
-            require(given.get("block_size", 1) <= longest, f"--block_size={given.get('block_size')} is more "
-                    f"than the {longest} tokens that --init_from={given['init_from']} knows")
+            base |= start_sizes(given, plain, base["block_size"])
     base.update(given)
     ours = {f.name: base.pop(f.name) for f in fields(MoRConfig) if f.name in base}
     config, tc = MoRConfig(**ours), TrainConfig(**base)
@@ -541,8 +545,8 @@ def find_source(tc, tokenizer=None):
     """The data, see shards.Source; for the tokenizer that a model has already, if it has one."""
     ours = "gpt2" if tc.data in fineweb_edu.SETS else "bytes"
     text = find_text(tokenizer) if isinstance(tokenizer, dict) else None
-    require(text or tokenizer in (None, ours), f"--data={tc.data} has tokens of kind {ours}, but the model knows "
-            f"{tokenizer}: choose other --data")
+    require(text or tokenizer in (None, ours),
+            f"--data={tc.data} makes tokens of {ours}, but the model knows {tokenizer}: choose other --data")
     require(not text or text.VOCAB_SIZE <= 2**16, f"--init_from={tc.init_from} has ids up to "
             f"{text and text.VOCAB_SIZE - 1}, and token files hold ids up to {2**16 - 1}")
     if tc.data in fineweb_edu.SETS:
@@ -652,10 +656,12 @@ def main(argv):
     if given.get("init_from") and not checkpoint:
         plain = load_model(given["init_from"], given.get("data_dir", "data"))
         plain["config"] = asdict(plain["model"].config)
-        require(plain["config"]["n_rec"] == 1, f"--init_from={given['init_from']} must be a plain model, n_rec=1")
+        require(plain["model"].config.n_rec == 1,
+                f"--init_from={given['init_from']} must be a plain model, of n_rec=1")
     config, tc = settle(given, checkpoint, world, plain)
     device = pick_device(tc.device)
-    print(f"{device}: {machine(device)[1]}. Chosen: --model={tc.model} --data={tc.data} --dtype={tc.dtype} "
+    model = f"--init_from={tc.init_from} --init={tc.init}" if tc.init_from else f"--model={tc.model}"
+    print(f"{device}: {machine(device)[1]}. Chosen: {model} --data={tc.data} --dtype={tc.dtype} "
           f"--compile={tc.compile}; --help lists what else there is")
     Path(tc.out_dir).mkdir(parents=True, exist_ok=True)
     with open(os.devnull if rank else Path(tc.out_dir) / "log.jsonl", "ab", buffering=0) as log:

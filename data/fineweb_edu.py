@@ -210,7 +210,8 @@ class Fetch(threading.Thread):
             self.check(part)
         except ValueError as error:
             part.unlink()
-            raise ValueError(f"{shown(self.url)} is no {self.kind}, beginning with {begins}: {error}") from None
+            raise ValueError(f"{shown(self.url)} is no {self.kind}, beginning with {begins}: "
+                             f"{error}") from None
         os.replace(part, self.path)
 
 def number(text):
@@ -248,8 +249,8 @@ def check(path, vocab_size=VOCAB_SIZE):
     """ValueError if a file is not whole, or not in the vocabulary, GPT-2's."""
     tokens = read_tokens(path)
     if len(tokens) and tokens.max() >= vocab_size:
-        raise ValueError(f"{path} holds id {tokens.max()}, but the last that it can hold is {vocab_size - 1}: "
-                         "delete it, and it is fetched again")
+        raise ValueError(f"{path} holds id {tokens.max()}, but the last of its vocabulary is "
+                         f"{vocab_size - 1}: delete it, and it is made again")
 
 class Translated(Fetch):
     """The same, then decoded and encoded again with another tokenizer, into a folder of its own."""

@@ -103,8 +103,8 @@ class Tensors(dict):
         for path in (folder / file for file in shards(folder)):
             require(path.is_file(), f"there is no {path}: get the checkpoint again")
             found, size = read_header(path), path.stat().st_size
-            require(found and found[2] == size,
-                    f"{path} has {size} bytes, its header promises {found[2] if found else 'more'}: get it again")
+            require(found and found[2] == size, f"{path} has {size} bytes, but its header promises "
+                    f"{found[2] if found else 'more'}: get the checkpoint again")
             self.update({name: (path, *tensor) for name, tensor in found[0].items()})
 
     def read(self, name, shape):

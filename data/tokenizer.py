@@ -1,4 +1,4 @@
-"""The tokenizer of a published checkpoint, from its tokenizer.json: byte-level BPE, which tiktoken encodes."""
+"""The tokenizer of a published checkpoint, from its tokenizer.json: byte-level BPE, which tiktoken does."""
 import hashlib
 import json
 from itertools import takewhile
@@ -28,15 +28,16 @@ def split_pattern(pre):
     part, use_regex = parts[0], byte_level.get("use_regex", True)
     if part["type"] == "Digits" and use_regex:   # a number ends a run of spaces as the end of the text does
         return WORDS + DIGITS[part["individual_digits"]] + r"\s+(?=\p{N})|" + SPACES
-    require(part["type"] == "Split" and not use_regex and part["behavior"] == "Isolated"
-            and not part["invert"] and "Regex" in part["pattern"], f"its pre_tokenizer {part} is not supported")
+    plain = part["type"] == "Split" and part["behavior"] == "Isolated" and not part["invert"]
+    require(plain and not use_regex and "Regex" in part["pattern"],
+            f"its pre_tokenizer {part} is not supported")
     return part["pattern"]["Regex"]
 
 class Tokenizer:
     """Text to ids and back, as python_source and data/fineweb_edu.py do it.
 
-    text: the content of tokenizer.json; eof: the id between documents, and at the end of a text. `description`
-    is both, for checkpoints; `name` eight letters for files; `prefix` what its own rules put before a prompt.
+    text: the content of tokenizer.json; eof: the id between documents, and at the end of a text.
+    description: both, for checkpoints. name: eight letters, for files. prefix: ids that go before a prompt.
     ValueError for a tokenizer that is not supported."""
     def __init__(self, text, eof):
         import tiktoken   # here, because only text needs it
@@ -47,7 +48,8 @@ class Tokenizer:
             model, added, normal = t["model"], t["added_tokens"], t.get("normalizer") or {}
             merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
             require(model["type"] == "BPE", f"it is {model['type']}, not BPE")
-            require(not normal or normal.get("normalizers") == [], f"its normalizer {normal} is not supported")
+            require(not normal or normal.get("normalizers") == [],
+                    f"its normalizer {normal} is not supported")
             odd = [a["content"] for a in added if a["lstrip"] or a["rstrip"] or a["single_word"]]
             require(not odd, f"its token {odd[:1]} takes spaces along, which is not supported")
             pattern, vocab, ranks = split_pattern(t["pre_tokenizer"]), model["vocab"], {}
@@ -55,9 +57,10 @@ class Tokenizer:
             for word in [*LETTERS, *("".join(pair) for pair in merges)]:
                 ranks.setdefault(bytes(LETTERS[letter] for letter in word), (len(ranks), vocab.get(word, -1)))
             special = {a["content"]: (len(ranks) + i, a["id"]) for i, a in enumerate(added)}
-            post = [t.get("post_processor") or {}, *(t.get("post_processor") or {}).get("processors", [])]
-            before = [piece for p in post for piece in takewhile(lambda x: "Sequence" not in x, p.get("single", []))]
-            self.prefix = [special[piece["SpecialToken"]["id"]][1] for piece in before]
+            post = t.get("post_processor") or {}
+            template = [piece for p in [post, *post.get("processors", [])] for piece in p.get("single", [])]
+            self.prefix = [special[piece["SpecialToken"]["id"]][1]
+                           for piece in takewhile(lambda piece: "Sequence" not in piece, template)]
             self.unknown = special.get(model.get("unk_token"), (0, -1))[1]
             self.fuse = bool(model.get("fuse_unk"))
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
@@ -72,8 +75,8 @@ class Tokenizer:
             special_tokens={word: rank for word, (rank, _) in special.items()})
 
     def find(self, ranks):
-        """Ids of tiktoken's ranks. Bytes that the vocabulary lacks become its unknown token, neighbours one if
-        it fuses them; without such a token they are left out."""
+        """Ids of tiktoken's ranks. Bytes that the vocabulary lacks become its unknown token, neighbours one
+        if it fuses them; without such a token they are left out."""
         ids = self.ids[np.array(ranks, dtype=int)]
         lacking = ids < 0
         repeats = lacking & np.append(False, lacking[:-1]) & self.fuse
