@@ -571,6 +571,17 @@ def test_padded(mode, monkeypatch):
 
 # ---- Generation --------------------------------------------------------------------------------------------
 
+@torch.no_grad()
+def test_few_rows():
+    """A product with few rows, which a CPU computes the other way round, is the same up to rounding."""
+    layer = mor.Linear(24, 40)
+    for n in (0, 1, 2, 48, 49):
+        x = torch.randn(n, 24)
+        y = layer(x)
+        assert y.shape == (n, 40)
+        torch.testing.assert_close(y, x @ layer.weight.T, rtol=1e-5, atol=1e-5)
+    assert layer(torch.randn(2, 24)).stride() == (1, 2) and layer(torch.randn(49, 24)).stride() == (40, 1)
+
 def test_pick():
     """Sampling follows the probabilities, never leaves the top k, and any number in [0, 1) gives a token."""
     logits = torch.tensor([[0.0, math.log(2), -math.inf, math.log(5)]])
@@ -2475,8 +2486,8 @@ def test_home(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     names = {cls: [f.name for f in fields(cls) if f.type is train.path]
              for cls in (train.TrainConfig, sample.SampleConfig, bench.BenchConfig)}
-    assert list(names.values()) == [["data", "data_dir", "out_dir", "resume"], ["out_dir", "html", "svg"],
-                                    ["out_dir", "data_dir"]]
+    assert list(names.values()) == [["data", "data_dir", "out_dir", "init_from", "resume"],
+                                    ["out_dir", "data_dir", "html", "svg"], ["out_dir", "data_dir"]]
     for cls, options in names.items():
         given = train.parse([f"--{name}=~/x.{name}" for name in options], "", cls)
         assert given == {name: f"/home/me/x.{name}" for name in options}
