@@ -118,7 +118,7 @@ class Tensors(dict):
         return torch.from_numpy(raw).view(dtype).view(*shape).float()
 
 def read_config(folder):
-    """config.json as a MoRConfig. ValueError for what a plain MoR cannot compute."""
+    """config.json as a MoRConfig, and as it is. ValueError for what a plain MoR cannot compute."""
     path = folder / "config.json"
     c = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
          **read_json(path)}   # Llama's defaults
