@@ -142,8 +142,8 @@ def rotate(x, cos_sin):   # each pair (a, b) in heads x (N, H, D) becomes (a cos
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 class Linear(nn.Linear):
-    """A matrix without bias. If it is large, a CPU multiplies it by the few tokens of a call of the engine several
-    times as fast (MKL, float32, 2 to 8 rows) in the order W x^T, and by two faster than by one."""
+    """A matrix without bias. If it is large, a CPU multiplies it by the few tokens of a call of the engine
+    faster in the order W x^T (MKL, float32; most with 2 to 8 rows), and by two tokens faster than by one."""
     def __init__(self, n_in, n_out):
         super().__init__(n_in, n_out, bias=False)
         self.large = n_in * n_out >= 2**17
