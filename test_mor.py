@@ -1788,10 +1788,10 @@ def test_published(dtype, files, tmp_path):
     text = generate(model, [idx[0].tolist()], 5, temperature=0)[0].tokens
     assert text == [slow_llama(w, idx[0].tolist() + text[:i], LLAMA)[-1].argmax().item() for i in range(5)]
 
-REFUSED = [(dict(model_type="qwen2"), "model_type='qwen2'"), (dict(attention_bias=True), "attention_bias"),
+REFUSED = [(dict(model_type="qwen2"), "model_type=qwen2"), (dict(attention_bias=True), "attention_bias"),
            (dict(mlp_bias=True), "mlp_bias"), (dict(tie_word_embeddings=False), "tie_word_embeddings=False"),
-           (dict(rope_scaling={"rope_type": "llama3", "factor": 8}), "scaled rotations"),
-           (dict(rope_scaling={"type": "linear"}), "scaled rotations"),
+           (dict(rope_scaling={"rope_type": "llama3", "factor": 8}), "rope_type"),
+           (dict(rope_scaling={"type": "linear"}), "rope_type"),
            (dict(hidden_act="gelu"), "hidden_act"), (dict(rms_norm_eps=1e-6), "rms_norm_eps=1e-06"),
            (dict(head_dim=8), "head_dim=8"),
            (dict(num_attention_heads=3), "n_embd=16"), (dict(vocab_size=200), "ids up to"),

@@ -3,6 +3,7 @@ model.safetensors or its shards. What a plain MoR cannot compute exactly is refu
 import json
 import math
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -20,19 +21,20 @@ LAYER = {"attn_norm": ["input_layernorm"], "attn.q_proj": ["self_attn.q_proj"], 
          "mlp_norm": ["post_attention_layernorm"], "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
          "mlp.down_proj": ["mlp.down_proj"]}
 
+ONLY = {"model_type": "llama", "hidden_act": "silu", "tie_word_embeddings": True, "attention_bias": None,
+        "mlp_bias": None, "quantization_config": None, "rope_type": "default"}   # in config.json
+
 class HubFile(Fetch):
     """A file of a checkpoint, fetched as shards of tokens are."""
     kind, instead, room = "file of a checkpoint", "check also the model's name, or name a folder", ""
 
     def promised(self, path):
         if ".safetensors" in self.path.suffix:
-            header = read_header(path)
-            return header and header[2]
-        require(path.open("rb").read(1) in (b"{", b""), "no JSON")
-        try:
-            return json.loads(path.read_bytes()) and path.stat().st_size
-        except ValueError:   # not whole yet
-            return None
+            return read_header(path)[1]
+        text = path.read_bytes()
+        require(text[:1] in (b"{", b""), "no JSON")
+        with suppress(ValueError):   # not whole yet
+            return json.loads(text) and len(text)
 
     def check(self, path):
         require(self.promised(path) == path.stat().st_size, f"{path} is damaged: delete it")
@@ -76,13 +78,13 @@ def shards(folder):
 
 def read_header(path):
     """Of a safetensors file: 8 bytes say how long its header is, which is JSON; then come the tensors, one
-    behind the other. Returns {name: (dtype, shape, first byte)}, where they begin, and the size of the file;
-    None if the header is not whole. ValueError if it contradicts itself."""
+    behind the other. Returns {name: (dtype, shape, first byte)} and the size of the file, which is None if
+    the header is not whole. ValueError if it contradicts itself."""
     with open(path, "rb") as f:
         n = int.from_bytes(f.read(8), "little")
         text = f.read(n) if n <= 10**8 else b""
         if f.tell() < 8 or n <= 10**8 and len(text) < n:
-            return None
+            return {}, None
     header, end = {}, 8 + n
     try:
         tensors = json.loads(text)
@@ -95,17 +97,17 @@ def read_header(path):
             header[name], end = (dtype, shape, end), end + size
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is no safetensors file, or its header is wrong: {error}") from None
-    return header, 8 + n, end
+    return header, end
 
 class Tensors(dict):
     """name -> (file, dtype, shape, first byte) for all tensors of a checkpoint, and their values."""
     def __init__(self, folder):
         for path in (folder / file for file in shards(folder)):
             require(path.is_file(), f"there is no {path}: get the checkpoint again")
-            found, size = read_header(path), path.stat().st_size
-            require(found and found[2] == size, f"{path} has {size} bytes, but its header promises "
-                    f"{found[2] if found else 'more'}: get the checkpoint again")
-            self.update({name: (path, *tensor) for name, tensor in found[0].items()})
+            (header, promised), size = read_header(path), path.stat().st_size
+            require(promised == size, f"{path} has {size} bytes, but its header promises "
+                    f"{promised or 'more'}: get the checkpoint again")
+            self.update({name: (path, *tensor) for name, tensor in header.items()})
 
     def read(self, name, shape):
         """A tensor, float32, in memory of its own. ValueError if it is missing or not of that shape."""
@@ -123,14 +125,9 @@ def read_config(folder):
     c = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
          **read_json(path)}   # Llama's defaults
     rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
-    heads = c.get("num_attention_heads")
-    only = {"model_type": "llama", "hidden_act": "silu", "tie_word_embeddings": True}
-    for name, value in only.items():
-        require(c.get(name) == value, f"{path}: {name}={c.get(name)!r} is not supported, only {value!r}")
-    for name in ("attention_bias", "mlp_bias", "quantization_config"):
-        require(not c.get(name), f"{path}: {name} is not supported")
-    require(rope.get("rope_type", rope.get("type", "default")) == "default",
-            f"{path}: scaled rotations ({rope}) are not supported")
+    c["rope_type"], heads = rope.get("rope_type", rope.get("type", "default")), c.get("num_attention_heads")
+    for name, only in ONLY.items():
+        require((c.get(name) or None) == only, f"{path}: {name}={c.get(name)} is not supported, only {only}")
     require(math.isclose(c["rms_norm_eps"], 1e-5, rel_tol=1e-3),
             f"{path}: rms_norm_eps={c['rms_norm_eps']} is not supported, only 1e-05")
     try:
@@ -156,19 +153,16 @@ def load(name, data_dir):
             f"{text.VOCAB_SIZE - 1}, the model only up to {config.vocab_size - 1}")
     with torch.device("meta"):   # without memory
         model = MoR(config)
-    sizes, tensors, state = model.state_dict(), Tensors(folder), {}
+    tensors, state = Tensors(folder), {}
     tensors.pop("lm_head.weight", None)   # the embedding once more
-
-    def read(ours, *theirs):
-        rows, *columns = sizes[ours].shape
-        parts = [tensors.read(their, (rows // len(theirs), *columns)) for their in theirs]
-        state[ours] = torch.cat(parts) if len(parts) > 1 else parts[0]
-    read("wte.weight", "model.embed_tokens.weight")
-    read("norm.weight", "model.norm.weight")
     places = ["first.0", *(f"shared.{i}" for i in range(config.n_shared)), "last.0"]
-    for i, place in enumerate(places):
-        for ours, theirs in LAYER.items():
-            read(f"{place}.{ours}.weight", *(f"model.layers.{i}.{their}.weight" for their in theirs))
+    names = {"wte": ["embed_tokens"], "norm": ["norm"], **{
+        f"{place}.{ours}": [f"layers.{i}.{their}" for their in theirs]
+        for i, place in enumerate(places) for ours, theirs in LAYER.items()}}
+    for ours, theirs in names.items():
+        rows, *columns = model.get_parameter(f"{ours}.weight").shape
+        parts = [tensors.read(f"model.{their}.weight", (rows // len(theirs), *columns)) for their in theirs]
+        state[f"{ours}.weight"] = torch.cat(parts) if len(parts) > 1 else parts[0]
     more = [name for name in tensors if not name.endswith("rotary_emb.inv_freq")]
     require(not more, f"{folder} holds {len(more)} tensors that a plain MoR has no place for, as {more[:1]}")
     model.load_state_dict(state, strict=False, assign=True)
