@@ -2136,8 +2136,8 @@ def test_bench_checked(monkeypatch):
 def test_bench_gpu(tmp_path, monkeypatch, capfd):
     """Its parts, at toy sizes on a CPU. One that fails, or takes too long, does not take the others along."""
     monkeypatch.chdir(tmp_path)
-    toy = dict(model="tiny", device="cpu", rounds=1, passes=8, slots=3, batch_size=2, n_embd=48, n_ff=64,
-               block_size=32)
+    toy = dict(model="tiny", device="cpu", rounds=1, passes=8, slots=4, batch_size=2, n_layer=5, n_embd=48,
+               n_ff=64, block_size=32)
     argv = [f"--{name}={value}" for name, value in toy.items()]
     measure = lambda part: measured(capfd, [part, *argv])
     kernels = [row for row in measure("gpu_kernels") if row["kernel"] == "flash"]
@@ -2150,8 +2150,8 @@ def test_bench_gpu(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(torch, "compile", lambda call, **options: call)
     rows = measure("gpu_decode")
     assert [(row["how"], row["context"], row["slots"]) for row in rows[::2]] == [
-        ("graphs", 32, 3), ("graphs", 16, 3), ("graphs", 16, 4), ("eager", 32, 3), ("eager", 16, 3),
-        ("compiled", 32, 3)]
+        ("graphs", 32, 4), ("graphs", 16, 4), ("graphs", 16, 5), ("eager", 32, 4), ("eager", 16, 4),
+        ("compiled", 32, 4)]
     assert [row["step"] for row in measure("gpu_precision")] == [1, 10, 20]
     attended = bench.attended
     monkeypatch.setattr(bench, "attended", lambda kernel, *args: [

@@ -479,7 +479,7 @@ def recipe(model, device, plain=None):
     """Defaults that depend on the model: tiny has TrainConfig's, the paper's sizes those of its ablations,
     except that a step has a quarter of the paper's tokens. A plain model to start from has its own sizes."""
     if plain and device.type == "cpu":   # a quarter of an hour on two cores for 135M
-        return dict(block_size=256, batch_size=2, learning_rate=1e-3, max_steps=200, eval_interval=100,
+        return dict(block_size=256, batch_size=2, learning_rate=3e-4, max_steps=200, eval_interval=100,
                     eval_rows=64, log_interval=10)
     if model == "tiny":
         return {}
