@@ -2134,7 +2134,7 @@ def test_bench_checked(monkeypatch):
         bench.checked(Engine(model, 3, max_depth=1))
 
 def test_bench_gpu(tmp_path, monkeypatch, capfd):
-    """Its parts, at toy sizes on a CPU. One that fails, or takes too long, does not take the others along."""
+    """Its parts, at toy sizes on a CPU."""
     monkeypatch.chdir(tmp_path)
     toy = dict(model="tiny", device="cpu", rounds=1, passes=8, slots=4, batch_size=2, n_layer=5, n_embd=48,
                n_ff=64, block_size=32)
@@ -2158,11 +2158,22 @@ def test_bench_gpu(tmp_path, monkeypatch, capfd):
         y * (math.nan if kernel == bench.KERNELS["flash"] and i == 2 else 1)   # dk alone is not finite
         for i, y in enumerate(attended(kernel, *args))])
     assert "not what it should be: flash" in refusal(bench.main, ["gpu_kernels", *argv], capfd)
-    parts = {"look": (None, 60), "cost": (None, 0.1), "gpu_kernels": (None, 60)}
-    assert bench.in_turn(bench.BenchConfig(**toy), parts) == 1
-    out = capfd.readouterr().out
-    assert "look (exit code 2), cost (stopped after 0.1 s)" in out.splitlines()[-1]
-    assert "gpu_kernels (" not in out and '"tokens": 10, "scores": "near -120", "kernel": "flash"' in out
+
+def test_bench_in_turn(monkeypatch, capsys):
+    """A part that fails, or takes too long, does not take the others along; all have the same options."""
+    given = bench.BenchConfig(device="cpu", rounds=2, data_dir="a b")
+
+    def run(command, timeout):
+        assert command[:2] == [sys.executable, bench.__file__]
+        assert bench.BenchConfig(**train.parse(command[3:], "", bench.BenchConfig)) == given
+        if command[2] == "cost":
+            raise subprocess.TimeoutExpired(command, timeout)
+        return SimpleNamespace(returncode=2 if command[2] == "look" else 0)
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    assert bench.in_turn(given, {"look": (None, 60), "cost": (None, 9), "train": (None, 60)}) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "not as expected, or not finished: look (exit code 2), cost (stopped after 9 s)"
+    assert bench.in_turn(given, {"train": (None, 60)}) == 0
 
 def test_bench_quality(small, text, monkeypatch, capsys):
     """Trains what the table says, with equal tokens or FLOPs."""
