@@ -967,7 +967,7 @@ def refusal(main, argv, capsys):
             patch.setattr("sys.argv", ["x.py", *argv])
             train.guarded(main)
     err = capsys.readouterr().err
-    assert stop.value.code == 2 and err.count("\n") == 1 and "Traceback" not in err
+    assert (stop.value.code, err.count("\n"), "Traceback" in err) == (2, 1, False), err
     return err
 
 def weights(path):
@@ -1795,7 +1795,9 @@ REFUSED = [(dict(model_type="qwen2"), "model_type=qwen2"), (dict(attention_bias=
            (dict(hidden_act="gelu"), "hidden_act"), (dict(rms_norm_eps=1e-6), "rms_norm_eps=1e-06"),
            (dict(head_dim=8), "head_dim=8"),
            (dict(num_attention_heads=3), "n_embd=16"), (dict(vocab_size=200), "ids up to"),
-           (dict(eos_token_id=999), "eos_token_id=999"), (dict(num_hidden_layers="many"), "no model"),
+           (dict(eos_token_id=999), "eos_token_id=999"), (dict(eos_token_id=[]), "eos_token_id=None"),
+           (dict(rope_scaling="linear"), "no model"), (dict(rms_norm_eps=None), "no model"),
+           (dict(num_hidden_layers="many"), "no model"),
            (dict(quantization_config={"bits": 4}), "quantization_config")]
 
 @pytest.mark.parametrize("changes, words", REFUSED)
@@ -1826,6 +1828,8 @@ def test_published_damaged(tmp_path, capsys):
         assert "header is wrong" in rewrite(lambda h: h[norm].update(data_offsets=lie))
     assert "header is wrong" in rewrite(lambda h: h[norm].update(shape=[17]))
     assert "header is wrong" in rewrite(lambda h: h.update(x=3))
+    path.write_bytes(whole[:-4] + b"\xff" * 4)   # NaN
+    assert "numbers that are not finite" in refused()
     path.write_bytes(whole + b"more")
     assert f"has {len(whole) + 4} bytes, but its header promises {len(whole)}" in refused()
     for content in (whole[:-5], whole[:50], b"", b"<html>" * 9, (2**40).to_bytes(8, "little")):
@@ -1840,11 +1844,14 @@ def test_published_damaged(tmp_path, capsys):
     published(folder, files=2)
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../b.safetensors"}}')
     assert "must name files" in refused()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": null}')
+    assert "must name files" in refused()
     for name in ("config.json", "tokenizer.json"):
         published(folder)
         (folder / "model.safetensors.index.json").unlink(missing_ok=True)
-        (folder / name).write_text("[1, 2")
-        assert name in refused()
+        for content in (b"[1, 2", b"[" * 10**5, b"\xff", b""):
+            (folder / name).write_bytes(content)
+            assert name in refused()
 
 @pytest.mark.parametrize("files, faults", [(1, []), (2, ["", "", "404", "cut", "cut", "503", "cut"]),
                                            (1, ["cut", "cut", "unranged cut", "cut", "cut", "piece"])])
@@ -1886,9 +1893,13 @@ def test_tokenizer():
                            (dict(type="Digits", individual_digits=False), ["  ", "12", " ", " x"])]:
         text = Tokenizer(json.dumps(bpe(merges, pre_tokenizer=pre(part, level))), 1)
         assert words(text, text.encode("  12  x")) == expected
-    own = dict(type="Split", pattern={"Regex": r"x|[^x]+"}, behavior="Isolated", invert=False)
-    text = Tokenizer(json.dumps(bpe(merges, pre_tokenizer=pre(own, {**level, "use_regex": False}))), 1)
-    assert words(text, text.encode("  12  x")) == ["  ", "12", "  ", "x"]
+    for pattern, expected in [(r"x|[^x]+", ["  ", "12", "  ", "x"]), (r"\d", ["  ", "1", "2", "  ", "x"])]:
+        own = dict(type="Split", pattern={"Regex": pattern}, behavior="Isolated", invert=False)
+        text = Tokenizer(json.dumps(bpe(merges, pre_tokenizer=pre(own, {**level, "use_regex": False}))), 1)
+        assert words(text, text.encode("  12  x")) == expected   # also what the pattern does not match
+    assert len(text.encode(" " * 99_999)) == 50_000
+    with pytest.raises(ValueError, match="a run of 100000 spaces"):
+        text.tokens(b"\n" * 10**6)
     before = dict(type="TemplateProcessing", single=[{"SpecialToken": {"id": "<|start|>"}}, {"Sequence": {}},
                                                      {"SpecialToken": {"id": "<|end|>"}}])
     assert Tokenizer(json.dumps(bpe(post_processor=before)), 1).prefix == [0]
@@ -1899,11 +1910,23 @@ def test_tokenizer():
         assert text.encode("a\x04\x06") == text.encode("a") + ids
 
 @pytest.mark.parametrize("changes, words", [
-    (dict(model=dict(type="Unigram", merges=[])), "not BPE"),
+    (dict(model=dict(type="Unigram")), "not BPE"),
     (dict(normalizer={"type": "NFC"}), "normalizer"), (dict(pre_tokenizer=None), "pre_tokenizer"),
     (dict(pre_tokenizer={"type": "Metaspace"}), "Metaspace"),
+    (dict(pre_tokenizer=dict(type="ByteLevel", add_prefix_space=False, use_regex=False)), "pre_tokenizer"),
+    (dict(pre_tokenizer=dict(type="Sequence", pretokenizers=[
+        dict(type="Split", pattern={"Regex": "(?m:.)"}, behavior="Isolated", invert=False),
+        dict(type="ByteLevel", add_prefix_space=False, use_regex=False)])), "pre_tokenizer"),
+    (dict(model={**bpe()["model"], "dropout": 0.1}), "dropout"),
+    (dict(model={**bpe()["model"], "end_of_word_suffix": "</w>"}), "marks in words"),
+    (dict(model={**bpe()["model"], "byte_fallback": True, "vocab": {"<0x00>": 3}}), "<0x00>"),
+    (dict(model={**bpe()["model"], "ignore_merges": True, "merges": []}), "no merge makes"),
+    (dict(post_processor={"type": "BertProcessing"}), "BertProcessing"),
+    (dict(added_tokens=[dict(content=word, id=i, lstrip=False, rstrip=False, single_word=False)
+                        for i, word in enumerate(("<a>", "<a", "<b>"))]), "others begin with"),
     (dict(pre_tokenizer=dict(type="ByteLevel", add_prefix_space=True)), "pre_tokenizer"),
-    (dict(added_tokens=[dict(content="<x>", id=0, lstrip=True, rstrip=False, single_word=False)]), "<x>")])
+    (dict(added_tokens=[dict(content="<x>", id=0, lstrip=True, rstrip=False, single_word=False)]),
+     "spaces along")])
 def test_tokenizer_refused(changes, words):
     with pytest.raises(ValueError, match="tokenizer.json is not supported") as error:
         Tokenizer(json.dumps(bpe(**changes)), 1)
@@ -1960,7 +1983,8 @@ def test_uptraining(init, go, text, tmp_path, capsys):
     assert sample.main(["--device=cpu", "--out_dir=whole", "--max_new_tokens=20", "--prompt=hello"]) == 0
     assert capsys.readouterr().out.startswith("hello")
     published(tmp_path / "m")
-    for extra, words in [("--n_layer=5", "--n_layer=5 contradicts n_layer=6"), ("--model=tiny", "=tiny"),
+    for extra, words in [("--n_layer=5", "--n_layer=5 contradicts n_layer=6"),
+                         ("--model=tiny", "contradicts the sizes of"), ("--out_dir=m", "holds a published"),
                          ("--block_size=65", "64 tokens"), ("--rope_theta=1e4", "rope_theta=500.0")]:
         assert words in refusal(start, ["--out_dir=c", extra], capsys)
     assert "init=upper needs" in refusal(train.main, ["--init=upper", "--out_dir=c"], capsys)

@@ -497,7 +497,7 @@ def start_sizes(given, plain, block_size):
     longest, whose = sizes.pop("block_size"), f"--init_from={given['init_from']}"
     for name, value in given.items():
         require(name != "model" and value == sizes.get(name, value), f"--{name}={value} contradicts "
-                f"{name}={sizes.get(name, 'of its own')} of {whose}: leave it out")
+                f"{'the sizes' if name == 'model' else f'{name}={sizes.get(name)}'} of {whose}: leave it out")
     require(given.get("block_size", 1) <= longest,
             f"--block_size={given.get('block_size')} is more than the {longest} tokens that {whose} knows")
     return {**sizes, "block_size": min(block_size, longest)}
@@ -562,6 +562,7 @@ def find_text(tokenizer):
 def check_out_dir(tc, checkpoint):
     """Refuses an out_dir that holds checkpoints, except to a run that goes on from its ckpt.pt."""
     out, mine = Path(tc.out_dir), checkpoint and checkpoint["path"].resolve()
+    require(not (out / "config.json").exists(), f"--out_dir={out} holds a published model: choose another")
     for path in sorted(out.glob("*.pt")):
         go_on = mine and mine.parent == out.resolve() and (path.name != "ckpt.pt" or path.resolve() == mine)
         require(go_on, f"{path} would be overwritten: go on from it with --resume={out}, or choose another "

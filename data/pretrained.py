@@ -13,7 +13,7 @@ from data.fineweb_edu import Fetch, hub
 from data.tokenizer import Tokenizer
 from mor import MoR, MoRConfig, require
 
-NAME = r"\w[\w.-]*/\w[\w.-]*"   # owner/model, on the hub
+NAME = r"\w[\w.-]*/\w[\w.-]*(?<!\.pt)"   # owner/model, on the hub
 INDEX = "model.safetensors.index.json"   # says which shard a tensor is in
 DTYPES = {"F32": (torch.float32, 4), "F16": (torch.float16, 2), "BF16": (torch.bfloat16, 2)}
 LAYER = {"attn_norm": ["input_layernorm"], "attn.q_proj": ["self_attn.q_proj"],   # ours, and theirs
@@ -64,14 +64,15 @@ def read_json(path):
         content = json.loads(path.read_bytes())
         require(isinstance(content, dict), "no object")
         return content
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error}): get the checkpoint again") from None
 
 def shards(folder):
     """The names of its files of tensors."""
     if not (folder / INDEX).exists():
         return ["model.safetensors"]
-    files = {str(file) for file in read_json(folder / INDEX).get("weight_map", {}).values()}
+    places = read_json(folder / INDEX).get("weight_map")
+    files = set(map(str, places.values())) if isinstance(places, dict) else ()
     require(files and all(re.fullmatch(r"\w[\w.-]*\.safetensors", file) for file in files),
             f"{folder / INDEX} must name files that end in .safetensors")
     return sorted(files)
@@ -117,29 +118,31 @@ class Tensors(dict):
                 f"{list(found)}, but must be F32, F16 or BF16 {list(shape)}")
         dtype, size = DTYPES[dtype]
         raw = np.fromfile(path, dtype=np.uint8, offset=start, count=size * math.prod(shape))
-        return torch.from_numpy(raw).view(dtype).view(*shape).float()
+        values = torch.from_numpy(raw).view(dtype).view(*shape).float()
+        require(values.sum().isfinite(), f"{path}: tensor {name} holds numbers that are not finite")
+        return values
 
 def read_config(folder):
     """config.json as a MoRConfig, and as it is. ValueError for what a plain MoR cannot compute."""
     path = folder / "config.json"
     c = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
          **read_json(path)}   # Llama's defaults
-    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
-    c["rope_type"], heads = rope.get("rope_type", rope.get("type", "default")), c.get("num_attention_heads")
-    for name, only in ONLY.items():
-        require((c.get(name) or None) == only, f"{path}: {name}={c.get(name)} is not supported, only {only}")
-    require(math.isclose(c["rms_norm_eps"], 1e-5, rel_tol=1e-3),
-            f"{path}: rms_norm_eps={c['rms_norm_eps']} is not supported, only 1e-05")
     try:
+        rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
+        c["rope_type"], heads = rope.get("rope_type", rope.get("type", "default")), c["num_attention_heads"]
+        for name, only in ONLY.items():
+            require((c.get(name) or None) == only, f"{name}={c.get(name)}" + f", only {only}" * bool(only))
+        require(math.isclose(c["rms_norm_eps"], 1e-5, rel_tol=1e-3),
+                f"rms_norm_eps={c['rms_norm_eps']}, only 1e-05")
         config = MoRConfig(
             n_rec=1, vocab_size=c["vocab_size"], block_size=c["max_position_embeddings"],
             n_layer=c["num_hidden_layers"], n_head=heads, n_kv_head=c.get("num_key_value_heads") or heads,
             n_embd=c["hidden_size"], n_ff=c["intermediate_size"],
             rope_theta=float(rope.get("rope_theta", c["rope_theta"])))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} describes no model that can be built: {error}") from None
-    require(c.get("head_dim") in (None, config.head_dim), f"{path}: head_dim={c.get('head_dim')} is not "
-            f"supported, only hidden_size / num_attention_heads = {config.head_dim}")
+        require(c.get("head_dim") in (None, config.head_dim),
+                f"head_dim={c.get('head_dim')}, only hidden_size / num_attention_heads = {config.head_dim}")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} describes no model that is supported: {error}") from None
     return config, c
 
 def load(name, data_dir):
@@ -147,8 +150,11 @@ def load(name, data_dir):
     of its training. ValueError for what is missing, damaged or not supported."""
     folder = find(name, data_dir)
     config, c = read_config(folder)
-    eof = c.get("eos_token_id")
-    text = Tokenizer((folder / "tokenizer.json").read_text("utf-8"), eof[0] if isinstance(eof, list) else eof)
+    eof, path = c.get("eos_token_id"), folder / "tokenizer.json"
+    try:
+        text = Tokenizer(path.read_text("utf-8"), (eof or [None])[0] if isinstance(eof, list) else eof)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be used ({error}): choose another checkpoint") from None
     require(text.VOCAB_SIZE <= config.vocab_size, f"{folder}: the tokenizer has ids up to "
             f"{text.VOCAB_SIZE - 1}, the model only up to {config.vocab_size - 1}")
     with torch.device("meta"):   # without memory
@@ -167,4 +173,5 @@ def load(name, data_dir):
     require(not more, f"{folder} holds {len(more)} tensors that a plain MoR has no place for, as {more[:1]}")
     model.load_state_dict(state, strict=False, assign=True)
     model.lm_head.weight = model.wte.weight
-    return dict(model=model, tokenizer=text.description, train_config=dict(dtype=c.get("torch_dtype")))
+    dtype = c.get("dtype", c.get("torch_dtype"))
+    return dict(model=model, tokenizer=text.description, train_config=dict(dtype=dtype))
